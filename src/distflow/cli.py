@@ -37,6 +37,11 @@ example: distflow train grpo actor_rollout_ref.model.path=MODEL data.train_files
          distflow train grpo ... --resume never
 keys:    docs/config.md, or distflow config PRESET --explain KEY; first steps: docs/quickstart.md"""
 
+_VIEWS = """views:    metrics, samples, tokens, spans, groups, versions, findings, config (columns: docs/observe.md#sql)
+example:  distflow sql RUN "select step, value from metrics where key = 'reward/mean_score'"
+          distflow sql RUN "describe samples"
+"""
+
 COMMANDS: dict[str, Command] = {
     "new": Command("create a folder with a config, a reward function and data", "new_and_list"),
     "train": Command("train with a preset or a YAML file", "train", runs_code=True, more=_PRESETS),
@@ -66,15 +71,19 @@ COMMANDS: dict[str, Command] = {
     "report": Command("rewrite a run's report.html", "export_replay_report_why"),
     "why": Command("show the groups of a step, with those that were dropped", "export_replay_report_why"),
     "trace": Command("export steps of a run as a trace for ui.perfetto.dev", "export_replay_report_why"),
+    "watch": Command("show a run that another process writes, as its terminal does", "sql_show_and_diff"),
+    "show": Command("show one sample with its group, scores and texts", "sql_show_and_diff"),
+    "diff": Command("show what differs between two runs, and whether noise explains it", "sql_show_and_diff"),
+    "sql": Command("ask the files of runs by SQL", "sql_show_and_diff", more=_VIEWS),
     "replay": Command("repeat a saved non-finite update on the CPU", "export_replay_report_why"),
-    "doctor": Command("show the hardware, missing extras and problems of this machine", "doctor_and_selftest"),
+    "doctor": Command("show what is wrong with a run, or with this machine", "doctor_and_selftest"),
     "selftest": Command("verify on this machine that all kinds of runs give the same numbers", "doctor_and_selftest"),
 }
 GROUPS = {
     "start and train": ("new", "migrate", "train", "sft"),
     "use a model": ("eval", "chat", "serve", "export"),
     "before a run": ("plan", "config", "data", "reward", "rollout", "sandbox"),
-    "look at a run": ("list", "report", "why", "trace", "replay"),
+    "look at a run": ("list", "watch", "report", "why", "show", "diff", "sql", "trace", "replay"),
     "this machine": ("doctor", "selftest"),
 }
 """The commands as `distflow --help` shows them."""

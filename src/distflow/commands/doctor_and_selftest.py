@@ -6,35 +6,42 @@ import argparse
 import importlib.metadata
 import importlib.util
 import ipaddress
+import json
 import os
 import platform
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distflow import __version__
 from distflow.commands.arguments_and_run_folders import (
-    add_run_argument,
     add_trust_argument,
     find_run,
     importing,
     newest_run,
 )
-from distflow.errors import UserError
-from distflow.observe.crash_safe_files import read_object
+from distflow.errors import UserError, count_of
+from distflow.import_target import load_modules
+from distflow.observe.crash_safe_files import JSON, read_object, to_json
 from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import writer_of
+
+if TYPE_CHECKING:
+    from distflow.observe.report.summary_sentences import Finding
 
 EXTRAS = {
     "lora": (("peft",), "training of low-rank adapters (actor_rollout_ref.model.lora_rank)"),
     "tensorboard": (("tensorboard",), "metrics in TensorBoard (trainer.logger=tensorboard)"),
     "wandb": (("wandb",), "metrics in Weights & Biases (trainer.logger=wandb)"),
     **{name: ((name,), f"metrics there (trainer.logger={name})") for name in ("trackio", "mlflow", "swanlab")},
+    "ui": (("duckdb",), "SQL over the files of runs (distflow sql)"),
     "ray": (("ray",), "several workers, one per device (trainer.launcher=ray)"),
     "gpu": (("pynvml",), "use and memory of NVIDIA GPUs among the metrics"),
     "optim8bit": (("bitsandbytes",), "optimizer moments in 8 bits (optim.optimizer=adamw_8bit)"),
@@ -47,15 +54,17 @@ _OF_A_RUN = ("run.json", "ledger.jsonl")
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_argument(parser)
+    parser.add_argument("run_dir", nargs="?", metavar="RUN", help="a run's folder: what is wrong with the run")
+    parser.add_argument("--json", action="store_true", help="print the findings on RUN as JSON")
     wanted = "try the accelerator before a first run, and whether a config's models fit"
     parser.add_argument("--device", nargs="*", metavar="CONFIG key=value", help=wanted)
     parser.add_argument("--template", metavar="MODEL", help="show what a model's chat template does in episodes")
-    add_trust_argument(parser, "the config of --device names")
+    add_trust_argument(parser, "the config of --device, or trainer.imports of RUN, names")
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Examine this machine; returns 1 if something would prevent runs from working. Loads torch."""
+    """Examine this machine; returns 1 if something would prevent runs from working. Loads torch. Or examine a run;
+    returns 1 after warnings, 2 after errors."""
     if arguments.device is not None:
         return _check_device(arguments.device, arguments.trust_code)
     if arguments.template is not None:
@@ -64,9 +73,11 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
         print("\n".join(escape_control(line, one_line=True) for line in template_lines(arguments.template)))
         return 0
+    if arguments.run_dir is not None:
+        return _examine(find_run(arguments.run_dir), arguments.json, arguments.trust_code)
     from distflow.launch.device_and_threads import find_thread_faults
 
-    ports, versions = _of_run(arguments.run_dir), {name: _version(name) for name in NEEDED}
+    ports, versions = _of_run(None), {name: _version(name) for name in NEEDED}
     packages = [f"{name} {version or 'missing'}" for name, version in versions.items()]
     missing = [name for name, version in versions.items() if version is None]
     faults = [f"the package {name} is missing: pip install {name}" for name in missing]
@@ -75,6 +86,56 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     lines += ["", "extras", *_indent(_extras()), *ports, "", "wrong", *_indent(faults or ["nothing found"])]
     print("\n".join(lines))
     return 1 if faults else 0
+
+
+def _examine(run_dir: Path, as_json: bool, trusted: bool) -> int:
+    from distflow.observe.report import findings
+
+    ports, run = _of_run(str(run_dir)), findings.records_of(run_dir)
+    own = _own_rules(run.config, trusted)
+    examined = findings.examine(run)
+    extra = (findings.failed_run(run), findings.unfinished(run, writer_of(run_dir) is not None))
+    problems = [*filter(None, extra), *examined.problems()]
+    numbers = Counter(found.level for found in problems)
+    if as_json:
+        listed = [found._asdict() for found in problems]
+        content = {"run": str(run_dir), "findings": listed, "clean": examined.clean, "lacking": examined.lacking}
+        print(json.dumps(to_json(content), indent=1))
+    else:
+        counts = " and ".join(count_of(numbers[level], level) for level in ("error", "warning") if numbers[level])
+        lines = [f"{count_of(len(run.steps), 'step')} of {run_dir}: {counts or 'no problem found'}"]
+        lines += [line for found in problems for line in _described(found)]
+        lines += [f"no problem: {count_of(len(examined.clean), 'rule')}", *_indent([", ".join(examined.clean)])]
+        lines += [f"no data: {count_of(len(examined.lacking), 'rule')}"]
+        lines += _indent([f"{name} {why}" for name, why in examined.lacking.items()] + own)
+        print("\n".join([*(escape_control(line, one_line=True) for line in lines), *ports]))
+    return 2 if numbers["error"] else 1 if numbers["warning"] else 0
+
+
+def _own_rules(config: "Mapping[str, JSON]", trusted: bool) -> list[str]:
+    """Import the run's modules, which may register rules; what to say if they are not trusted."""
+    trainer = config.get("trainer")
+    modules = trainer.get("imports") if isinstance(trainer, dict) else None
+    if not modules or not isinstance(modules, list):
+        return []
+    if not trusted:
+        return ["rules of trainer.imports are left out: --trust-code imports these modules"]
+    load_modules(map(str, modules))
+    return []
+
+
+def _described(found: "Finding") -> list[str]:
+    until = f" to {found.last}" if found.last and found.last != found.first else ""
+    since = f", step {found.first}{until}{', over' if found.is_over else ''}" if found.first is not None else ""
+    numbers = ", ".join(f"{name} {value:.4g}" for name, value in found.numbers.items())
+    parts = {
+        "": " ".join(filter(None, (found.text, found.advice))),
+        "try ": found.action,
+        "numbers ": numbers,
+        "samples ": ", ".join(found.uids),
+        "files ": ", ".join(found.files),
+    }
+    return [f"{found.level} {found.rule}{since}", *_indent([name + text for name, text in parts.items() if text])]
 
 
 def _check_device(words: list[str], trusted: bool) -> int:

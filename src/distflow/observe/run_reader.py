@@ -4,16 +4,24 @@ After a resume from step k, records of earlier restarts about later steps are in
 timeline; events, being history, are all returned and marked."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
 from distflow.errors import count_of
-from distflow.observe.crash_safe_files import JSON, bytes_left_out, is_deep, iter_records, read_records, to_number
+from distflow.observe.crash_safe_files import (
+    JSON,
+    bytes_left_out,
+    encode,
+    is_deep,
+    iter_records,
+    read_records,
+    to_number,
+)
 from distflow.observe.metrics import TIMED_OUT, flatten
 from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import DROPPED, Span, sample_file_name, samples_dir
@@ -24,6 +32,9 @@ MAX_BYTES = 64 * 2**20
 """Limit for metrics and for events in a report: only the ends of longer files are read."""
 
 MAX_SAMPLE_BYTES = 16 * 2**20
+PRESET = "preset or default"
+"""Where a key was set that `config_sources` does not have."""
+
 _MAX_NAMES, _MAX_NAME = 4096, 200
 _MAX_SPAN_FILES, _MAX_SPLITS, _MAX_REMARKS = 100, 20, 500
 _LATEST_TIME, _MAX_WHOLE = 1e11, 2**63
@@ -74,6 +85,86 @@ def read_config(run_dir: Path) -> dict[str, JSON]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) and not is_deep(values) else {}
+
+
+def flat_config(run_dir: Path) -> dict[str, str]:
+    """The values of config.yaml by dotted key, as JSON."""
+    found: dict[str, str] = {}
+
+    def add(key: str, value: JSON) -> None:
+        if isinstance(value, dict) and (value or not key):
+            for name, below in value.items():
+                add(f"{key}.{name}" if key else str(name), below)
+        else:
+            found[key] = encode(value).decode()
+
+    add("", read_config(run_dir))
+    return found
+
+
+def config_sources(run: Mapping[str, JSON]) -> dict[str, str]:
+    """Where each key was set that differs from the preset. run: the content of run.json."""
+    listed = run.get("changed")
+    changes = [change for change in listed if isinstance(change, dict)] if isinstance(listed, list) else []
+    return {str(change.get("key")): str(change.get("where", "")) for change in changes}
+
+
+class Group(NamedTuple):
+    """A prompt group in the ledger. state: the last one. step: that trained on it. epoch, row: of the data. version:
+    the lowest of its tokens. ended: when a step took it, or it was dropped for `reason`. None: not in the ledger."""
+
+    group_id: int
+    state: str = ""
+    step: int | None = None
+    epoch: int | None = None
+    row: int | None = None
+    domain: str | None = None
+    version: int | None = None
+    tokens: int | None = None
+    attempts: int = 0
+    worker: str | None = None
+    started: float | None = None
+    completed: float | None = None
+    ended: float | None = None
+    reason: str | None = None
+
+
+_STATES = {
+    **{"issued": "generating", "complete": "queued", "lost": "waiting", "aborted": "waiting"},
+    **{"consumed": "trained", "dropped": "dropped"},
+}
+
+
+def fold_groups(records: Iterable[Mapping[str, Any]]) -> list[Group]:
+    """The groups after these records of a ledger. Records that are none change nothing."""
+    found: dict[int, Group] = {}
+    for record in records:
+        state, t = _STATES.get(str(record.get("kind")), ""), to_number(record.get("t"))
+        listed = record.get("group_ids") if "group_ids" in record else [record.get("group_id")]
+        for group_id in listed if isinstance(listed, list) else ():
+            if (number := _whole(group_id)) is None or not (state or record.get("kind") == "assigned"):
+                continue
+            found[number] = _changed(found.get(number, Group(number)), record, state, t)
+    return list(found.values())
+
+
+def _changed(group: Group, record: Mapping[str, Any], state: str, t: float | None) -> Group:
+    match record["kind"]:
+        case "issued":
+            epoch, row = _whole(record.get("epoch")), _whole(record.get("row"))
+            domain = None if record.get("domain") is None else str(record["domain"])
+            group = group._replace(epoch=epoch, row=row, domain=domain, attempts=group.attempts + 1)
+            return group._replace(state=state, started=t)
+        case "assigned":
+            return group._replace(worker=str(record.get("worker")))
+        case "complete":
+            tokens, version = _whole(record.get("tokens")), _whole(record.get("version"))
+            return group._replace(state=state, tokens=tokens, version=version, completed=t)
+        case "consumed":
+            return group._replace(state=state, step=_whole(record.get("step")), ended=t)
+        case "dropped":
+            return group._replace(state=state, reason=str(record.get("reason")), ended=t)
+    return group._replace(state=state)
 
 
 def read_spans(run_dir: Path, max_bytes: int = 3_000_000) -> dict[str, list[Span]]:

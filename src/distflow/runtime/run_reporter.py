@@ -312,6 +312,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         if not metrics or not self._process.leads:
             return
         self.folder.metrics(step, "val", metrics)
+        self._findings.validated(step, metrics)
         self._trackers.log(step, metrics)
         self._callbacks.call("on_validation", step, dict(metrics))
 

@@ -10,14 +10,16 @@ from distflow.observe.report.build import report_data
 from distflow.observe.report.findings import (
     Finding,
     LiveFindings,
+    RunRecords,
     accuracy_counts_nothing,
     constant_reward,
     equal_groups,
-    findings,
+    examine,
     no_update,
     predicted_and_measured,
     truncation,
 )
+from distflow.observe.report.graph_and_timelines import read_activity
 from distflow.observe.run_reader import Timeline
 from distflow.observe.writing.run_folder import RunFolder
 
@@ -213,5 +215,5 @@ def test_nothing_is_remarked_where_nothing_is_remarkable(tmp_path: Path) -> None
     healthy = steps(
         reward__min=(0.0,) * 4, reward__max=(1.0,) * 4, reward__errors=(0.0,) * 4, rollout__truncated=(0.01,) * 4
     )
-    assert findings(tmp_path, Timeline(), healthy, {}) == []
+    assert examine(RunRecords(tmp_path, Timeline(), healthy, {}, read_activity(tmp_path))).findings == []
     assert isinstance(constant_reward(steps(reward__min=(0.0,), reward__max=(0.0,)), {}), Finding)

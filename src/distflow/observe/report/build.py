@@ -76,10 +76,9 @@ def report_data(run_dir: Path) -> dict[str, Any]:
     columns = charts.series(steps)
     chosen = charts.choose_charts(columns["y"], domains.domain_charts(columns["y"]))
     drawn, others, constants = charts.set_constants_apart(*chosen, columns["y"])
-    found = [*findings.findings(run_dir, timeline, steps, config), *findings.idle_sides(activity, config)]
-    plan = read_object(run_dir / "plan.json", run_dir).get("predicted")
-    beside = [each for each in (findings.predicted_and_measured(plan, steps),) if each]
-    found += [each for each in beside if each.tone == "flat"]
+    found = findings.examine(findings.RunRecords(run_dir, timeline, steps, config, activity)).findings
+    planned = [each for each in found if each.rule == findings.PLANNED and each.tone == "unknown"]
+    found = [each for each in found if each not in planned]
     written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
     damaged = [Finding("flat", f"{sentence}.") for sentence in run_reader.read_damage(run_dir)]
     end = summary_sentences.ending(events, steps, run.get("total_steps"), written)
@@ -92,7 +91,7 @@ def report_data(run_dir: Path) -> dict[str, Any]:
         "written": time.strftime("%Y-%m-%d %H:%M"),
         "failure": _failure(failed) if failed else None,
         "judgements": [f"{finding.text} {finding.advice}".rstrip() for finding in judged[:3]],
-        "sentences": _sentences(judged, steps, events, [*[each for each in beside if each not in found], *damaged]),
+        "sentences": _sentences(judged, steps, events, [*planned, *damaged]),
         "tiles": tiles(accuracy, steps),
         "problems": groups,
         "log": [_log_line(event) for event in events if event.kind not in summary_sentences.PROBLEM_KINDS][-_MAX_LOG:],
@@ -155,9 +154,9 @@ def _sentences(
         ordered.append(Finding("unknown", summary_sentences.time_sentence(steps)))
     ordered += last
     return [
-        {"tone": tone, "text": text[:_MAX_SENTENCE], "advice": advice[:_MAX_SENTENCE]}
-        for tone, text, advice, _ in ordered[:_MAX_SENTENCES]
-        if text
+        {"tone": found.tone, "text": found.text[:_MAX_SENTENCE], "advice": found.advice[:_MAX_SENTENCE]}
+        for found in ordered[:_MAX_SENTENCES]
+        if found.text
     ]
 
 

@@ -4,39 +4,135 @@ Also which side waits for the other if rollout and training overlap.
 """
 
 import math
+import statistics
+import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from statistics import median
+from typing import NamedTuple
 
 from distflow.errors import joined
-from distflow.observe.crash_safe_files import JSON, to_number
-from distflow.observe.report.graph_and_timelines import RunActivity
-from distflow.observe.report.summary_sentences import REWARD, Finding, Steps, known_values
-from distflow.observe.run_reader import RIGHT, Timeline, read_samples, sample_splits, sample_steps
+from distflow.observe.crash_safe_files import JSON, read_object, to_number
+from distflow.observe.report.chart_data import tabulate
+from distflow.observe.report.graph_and_timelines import RunActivity, read_activity
+from distflow.observe.report.samples import evenly
+from distflow.observe.report.step_rules import STEP_RULES, StepRules, rules_over
+from distflow.observe.report.summary_sentences import REWARD, Finding, Steps, failure, known_values, readable_s, status
+from distflow.observe.run_reader import (
+    RIGHT,
+    Group,
+    Timeline,
+    read_config,
+    read_events,
+    read_metrics,
+    read_samples,
+    read_timeline,
+    sample_splits,
+    sample_steps,
+)
+from distflow.observe.writing.run_folder import sample_file_name
 
 MANY_CUT = 0.1
 MANY_EQUAL = 0.5
 MANY_STEPS = 8
-MISSED = 0.5
+PLANNED, MISSED = "slower-than-plan", 0.5
+"""The rule, and the share of what was measured by which a plan may miss it."""
 UNPLANNED = ("eval", "save", "save_wait", "start")
 """Phases that a plan leaves out."""
 MUCH, LITTLE = 0.3, 0.15
 """Shares of the time above which idleness is reported, and below which it does not count."""
-_MAX_SHOWN, _MAX_FILES = 300, 10
+_MAX_SHOWN, _MAX_FILES, _MAX_UIDS = 300, 10, 5
+_SOME_ERRORS, _MANY_ERRORS = 0.02, 0.1
+_FEW_DROPPED = 20
 
 
-def findings(run_dir: Path, timeline: Timeline, steps: Steps, config: Mapping[str, JSON]) -> list[Finding]:
-    """The findings that apply; empty if nothing is remarkable. config: as in config.yaml, empty if unknown."""
-    found = [
-        constant_reward(steps, config) or no_update(steps),
-        accuracy_counts_nothing(steps),
-        truncation(steps, config),
-        equal_groups(steps),
-        reward_errors_of(run_dir, timeline, steps),
-        greedy_and_sampled(run_dir, timeline, steps, config),
-    ]
-    return [finding for finding in found if finding]
+@dataclass(frozen=True)
+class RunRecords:
+    """What the rules read of a run. config: as in config.yaml, empty if unknown."""
+
+    run_dir: Path
+    timeline: Timeline
+    steps: Steps
+    config: Mapping[str, JSON]
+    activity: RunActivity
+
+    @cached_property
+    def metrics(self) -> frozenset[str]:
+        return frozenset(name for values in self.steps.values() for name in values)
+
+
+class RunRule(NamedTuple):
+    """needs: a metric, or "groups" or "decoding". check: over the whole run. A finding whose tone is good or unknown is
+    no problem."""
+
+    name: str
+    needs: str
+    level: str
+    check: Callable[[RunRecords], Finding | None]
+
+    def can_look(self, run: RunRecords) -> bool:
+        there = {
+            "groups": lambda: bool(run.activity.groups),
+            "decoding": lambda: run.activity.decodes,
+            "": lambda: True,
+        }
+        return there[self.needs]() if self.needs in there else self.needs in run.metrics
+
+
+def records_of(run_dir: Path) -> RunRecords:
+    """What there is in a run's folder."""
+    timeline = read_timeline(run_dir)
+    steps = tabulate(read_metrics(run_dir, timeline))
+    return RunRecords(run_dir, timeline, steps, read_config(run_dir), read_activity(run_dir))
+
+
+@dataclass(frozen=True)
+class Examination:
+    """findings: most important first. clean: the rules that found nothing. lacking: those without data, and what they
+    need."""
+
+    findings: list[Finding]
+    clean: list[str]
+    lacking: dict[str, str]
+
+    def problems(self) -> list[Finding]:
+        """Errors, then warnings, the earliest first."""
+        return sorted((f for f in self.findings if f.level), key=lambda f: (f.level != "error", f.first or 0))
+
+
+def examine(run: RunRecords) -> Examination:
+    """The findings of all rules, those on the metrics of steps included."""
+    rules = rules_over(run.steps, run.config)
+    found: list[Finding] = []
+    lacking = rules.lacking()
+    for rule in RUN_RULES:
+        if not rule.can_look(run):
+            lacking[rule.name] = f"needs {rule.needs}"
+            continue
+        each = rule.check(run)
+        if len(run.steps) < MANY_STEPS:
+            lacking[rule.name] = f"needs {MANY_STEPS} steps"
+        if each is not None:
+            is_problem = each.tone in ("bad", "flat") and rule.name not in lacking
+            found.append(each._replace(rule=rule.name, level=(each.level or rule.level) if is_problem else ""))
+    found += rules.findings()
+    names = {rule.name for rule in RUN_RULES} | {*STEP_RULES}
+    clean = sorted(names - {*lacking} - {each.rule for each in found if each.level})
+    return Examination([_with_samples(run, each) for each in found], clean, lacking)
+
+
+def _with_samples(run: RunRecords, found: Finding) -> Finding:
+    """The finding with the samples of its first step that show it."""
+    if found.first is None or not found.level:
+        return found
+    rows = read_samples(run.run_dir, found.first, "train", run.timeline)
+    sizes = {str(row.get("uid")): to_number(row.get(found.worst)) for row in rows}
+    known = {uid: abs(size) for uid, size in sizes.items() if size is not None}
+    uids = found.uids or tuple(sorted(known, key=lambda uid: -known[uid])[:_MAX_UIDS])
+    name = f"samples/{sample_file_name(found.first, 'train')}"
+    return found._replace(uids=uids, files=("metrics.jsonl", *([name] if rows else [])))
 
 
 def predicted_and_measured(predicted: JSON, steps: Steps) -> Finding | None:
@@ -74,11 +170,11 @@ def measured_phases(steps: Steps) -> dict[str, float]:
     timed = [values for _, values in sorted(steps.items()) if "timing_s/step" in values]
     timed = timed[min(len(timed) - 1, max(1, len(timed) // 4)) :]
     names = {name for values in timed for name in values if name.startswith("timing_s/")}
-    found = {n.removeprefix("timing_s/"): median(values.get(n, 0.0) for values in timed) for n in names}
+    found = {n.removeprefix("timing_s/"): statistics.median(values.get(n, 0.0) for values in timed) for n in names}
     step = [
         values["timing_s/step"] - sum(values.get(f"timing_s/{name}", 0.0) for name in UNPLANNED) for values in timed
     ]
-    return {**found, "step": median(step)} if timed else {}
+    return {**found, "step": statistics.median(step)} if timed else {}
 
 
 def _misses(predicted: float, measured: float, step: float) -> bool:
@@ -99,6 +195,10 @@ def truncation(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
             "bad" if late >= 0.5 else "flat",
             f"{late:.0%} of responses were truncated{at}, {_over(shares)}.",
             f"Raise data.max_response_length{now}, or prompt for shorter responses.",
+            action=f"data.max_response_length={2 * limit}" if isinstance(limit, int) else "",
+            first=_first_step(steps, "rollout/truncated", MANY_CUT),
+            numbers={"rollout/truncated": late},
+            worst="response_length",
         )
     if overall >= MANY_CUT:
         return Finding("good", f"{shares[0]:.0%} of responses were truncated at first, {late:.0%} {_over(shares)}.")
@@ -139,18 +239,19 @@ def no_update(steps: Steps) -> Finding | None:
 
 
 class LiveFindings:
-    """Findings during a run, over its last steps, each reported once."""
+    """Findings during a run, over its last steps, each reported once; and those of `StepRules` when they open."""
 
     def __init__(self, config: Mapping[str, JSON]) -> None:
-        self._config = config
+        self._config, self._rules = config, StepRules(config)
         self._steps, self._reported = deque[tuple[int, Mapping[str, float]]](maxlen=MANY_STEPS), set[str]()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """The findings that are new after a step."""
+        opened = [f"after step {step}: {f.text} {f.advice} [{f.rule}]" for f in self._rules.step(step, metrics)]
         self._steps.append((step, metrics))
         recent = dict(self._steps)
         if len(recent) < MANY_STEPS:
-            return []
+            return opened
         found = {
             f"steps {min(recent)} to {step}": constant_reward(recent, self._config) or no_update(recent),
             f"after step {step}": truncation(recent, self._config),  # it says itself that it covers the last quarter
@@ -161,7 +262,11 @@ class LiveFindings:
             if each and each.tone == "bad" and each.advice not in self._reported
         }
         self._reported |= {each.advice for each in new.values()}
-        return [f"{when}: {each.text} {each.advice}".rstrip() for when, each in new.items()]
+        return [f"{when}: {each.text} {each.advice}".rstrip() for when, each in new.items()] + opened
+
+    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a validation."""
+        self._rules.history.add(step, metrics)
 
 
 def accuracy_counts_nothing(steps: Steps) -> Finding | None:
@@ -191,6 +296,9 @@ def equal_groups(steps: Steps) -> Finding | None:
         "flat",
         f"In {late:.0%} of the groups all responses got the same reward, {_over(shares)}: they carry no gradient.",
         f"Use {advice}, or let algorithm.filter_groups.enable=true replace them.",
+        action="algorithm.filter_groups.enable=true",
+        first=_first_step(steps, "reward/frac_reward_zero_std", MANY_EQUAL),
+        numbers={"reward/frac_reward_zero_std": late, REWARD: reward},
     )
 
 
@@ -210,11 +318,26 @@ def reward_errors_of(run_dir: Path, timeline: Timeline, steps: Steps) -> Finding
     parts = [f"on {sum(errors.values()):,.0f}{of} responses in training, which are left out{end}"] if errors else []
     parts += [f"on {sum(validation.values()):,.0f} validation responses, which count as wrong"] if validation else []
     kinds = [f"“{message}” ({number:,} times in the samples)" for message, number in messages.most_common(2)]
-    share = sum(errors.values()) / num_calls if num_calls else 1.0
+    share = sum(errors.values()) / num_calls if num_calls else float(bool(errors))
     return Finding(
         "bad" if share > 0.05 or validation else "flat",
         f"The reward function failed {joined(parts)}." + (f" It said {joined(kinds)}." if kinds else ""),
+        level="error" if share > _MANY_ERRORS else "warning" if share > _SOME_ERRORS or validation else "",
+        first=min(errors, default=None),
+        numbers={"reward/error_rate": share},
+        uids=_failed_uids(run_dir, timeline, min(errors, default=None)),
     )
+
+
+def _failed_uids(run_dir: Path, timeline: Timeline, step: int | None) -> tuple[str, ...]:
+    rows = [] if step is None else read_samples(run_dir, step, "train", timeline)
+    return tuple(str(row.get("uid")) for row in rows if row.get("errors"))[:_MAX_UIDS]
+
+
+def _first_step(steps: Steps, name: str, limit: float) -> int | None:
+    """The first step of the run's last quarter in which a metric reached its limit."""
+    values = [(step, value) for step, metrics in sorted(steps.items()) if (value := metrics.get(name)) is not None]
+    return next((step for step, value in values[-max(len(values) // 4, 1) :] if value >= limit), None)
 
 
 def greedy_and_sampled(run_dir: Path, timeline: Timeline, steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
@@ -335,4 +458,131 @@ def idle_sides(activity: RunActivity, config: Mapping[str, JSON]) -> list[Findin
     else:
         return []
     text = f"The trainer waited for groups {waited:.0%} of the time and the engine was idle {idle:.0%} of it"
-    return [Finding("flat", f"{text}, over the last {len(part) - 1} steps: {slower}.", advice)]
+    shares = {"trainer waits": waited, "engine idle": idle}
+    text = f"{text}, over the last {len(part) - 1} steps: {slower}."
+    return [Finding("flat", text, advice, numbers=shares)]
+
+
+def _idle(run: RunRecords, trainer_waits: bool) -> Finding | None:
+    found = idle_sides(run.activity, run.config)
+    return next((each for each in found if (each.numbers["trainer waits"] >= MUCH) == trainer_waits), None)
+
+
+def starved_prompts(run: RunRecords) -> Finding | None:
+    """Long groups that are dropped as stale more often than short ones: the policy then learns from short ones."""
+    sized = sorted((group for group in run.activity.groups if group.tokens), key=lambda group: group.tokens or 0)
+    quarter = len(sized) // 4
+    short, long = (sum(_is_stale(group) for group in part) for part in (sized[:quarter], sized[-quarter:]))
+    if short + long < _FEW_DROPPED or long <= 2 * short:
+        return None
+    bound = _at(run.config, "async", "max_staleness")
+    text = f"Of the longest quarter of groups {long / quarter:.0%} were dropped as stale"
+    text += f", of the shortest {short / quarter:.0%}."
+    stale = [group for group in sized[-quarter:] if _is_stale(group)]
+    return Finding(
+        "flat",
+        text,
+        "The policy learns from short responses alone: allow more staleness, or recompute instead of aborting.",
+        action=f"async.max_staleness={bound + 1}" if isinstance(bound, int) else "",
+        numbers={"longest quarter": long / quarter, "shortest quarter": short / quarter},
+        uids=tuple(f"{group.group_id}-0" for group in stale[-_MAX_UIDS:]),
+        files=("ledger.jsonl",),
+    )
+
+
+def _is_stale(group: Group) -> bool:
+    return (group.reason or "").startswith("stale")
+
+
+def data_order(run: RunRecords) -> Finding | None:
+    """Rows that an epoch repeats, and validation problems among the training prompts."""
+    seen: dict[tuple[int, int], list[int]] = {}
+    for group in (
+        group for group in run.activity.groups if group.step and group.epoch is not None and group.row is not None
+    ):
+        seen.setdefault((group.epoch or 0, group.row or 0), []).append(group.group_id)
+    if repeated := {place: ids for place, ids in seen.items() if len(ids) > 1}:
+        (epoch, row), ids = next(iter(repeated.items()))
+        rows = _count(len(repeated), "row")
+        text = f"An epoch trained more than once on {rows}, such as row {row} in epoch {epoch}."
+        uids = tuple(f"{group_id}-0" for group_id in ids[:_MAX_UIDS])
+        return Finding(
+            "flat", text, "Look for duplicates in the order of the data.", uids=uids, files=("ledger.jsonl",)
+        )
+    splits = [split for split in sample_splits(run.run_dir) if split != "train"]
+    problems = {text for split in splits for text, _ in _prompts(run, split, 1)}
+    shared = {text: uid for text, uid in _prompts(run, "train", _MAX_FILES) if text in problems}
+    if not shared:
+        return None
+    text = f"The training prompts of up to {_MAX_FILES} steps contain {_count(len(shared), 'validation problem')}."
+    uids = tuple(shared.values())[:_MAX_UIDS]
+    return Finding("flat", text, "The validation then measures what was trained on: split the data anew.", uids=uids)
+
+
+def _prompts(run: RunRecords, split: str, most: int) -> Iterator[tuple[str, str]]:
+    for step in evenly(sample_steps(run.run_dir, split), most):
+        for row in read_samples(run.run_dir, step, split, run.timeline):
+            if prompt := row.get("prompt"):
+                yield str(prompt), str(row.get("uid"))
+
+
+def unfinished(run: RunRecords, is_running: bool) -> Finding | None:
+    """A run without an end that nobody writes to, or that has done no step for far longer than steps take."""
+    if status(read_events(run.run_dir, run.timeline))["word"] != "no end yet":
+        return None
+    if not is_running:
+        text = "The run has no end, and no process on this machine writes to it: it was killed, or runs elsewhere."
+        advice = "The same command resumes it."
+        return Finding("flat", text, advice, rule="run-killed", level="warning", files=("events.jsonl",))
+    seconds = known_values(run.steps, "timing_s/step")
+    records = read_metrics(run.run_dir, run.timeline)
+    if not seconds or not records:
+        return None
+    limit, quiet = max(5 * statistics.median(seconds), 60.0), time.time() - records[-1].t
+    if quiet <= limit:
+        return None
+    last = max((s for part in run.activity.spans.values() for s in part), key=lambda s: s.end, default=None)
+    where = f" Its last span is {last.what}{f', on {last.on}' if last.on else ''}." if last else ""
+    text = f"No step ended for {readable_s(quiet)}; a step takes {readable_s(statistics.median(seconds))}.{where}"
+    numbers = {"seconds without a step": quiet, "limit": limit}
+    advice = "Look at stacks.txt and events.jsonl."
+    return Finding("bad", text, advice, rule="stuck", level="error", first=records[-1].step, numbers=numbers)
+
+
+def failed_run(run: RunRecords) -> Finding | None:
+    """A run that an error ended."""
+    error = failure(read_events(run.run_dir, run.timeline))
+    if error is None:
+        return None
+    text = f"The run failed: {error.message[:_MAX_SHOWN]}"
+    advice, files = "Its traceback is in events.jsonl.", ("events.jsonl",)
+    return Finding("bad", text, advice, rule="run-failed", level="error", first=error.step, files=files)
+
+
+RUN_RULES: tuple[RunRule, ...] = (
+    RunRule("reward-constant", "reward/max", "error", lambda run: constant_reward(run.steps, run.config)),
+    RunRule("nothing-moves", "", "error", lambda run: no_update(run.steps)),
+    RunRule("accuracy-counts-nothing", "reward/max", "warning", lambda run: accuracy_counts_nothing(run.steps)),
+    RunRule("length-runaway", "rollout/truncated", "warning", lambda run: truncation(run.steps, run.config)),
+    RunRule("no-signal", "reward/frac_reward_zero_std", "warning", lambda run: equal_groups(run.steps)),
+    RunRule("reward-errors", "", "", lambda run: reward_errors_of(run.run_dir, run.timeline, run.steps)),
+    RunRule(
+        "greedy-and-sampled",
+        "val_correct/all/mean",
+        "",
+        lambda run: greedy_and_sampled(run.run_dir, run.timeline, run.steps, run.config),
+    ),
+    RunRule("starving-trainer", "decoding", "warning", lambda run: _idle(run, trainer_waits=True)),
+    RunRule("starving-rollout", "decoding", "warning", lambda run: _idle(run, trainer_waits=False)),
+    RunRule("slow-prompts-starved", "groups", "warning", starved_prompts),
+    RunRule(
+        PLANNED,
+        "timing_s/step",
+        "warning",
+        lambda run: predicted_and_measured(
+            read_object(run.run_dir / "plan.json", run.run_dir).get("predicted"), run.steps
+        ),
+    ),
+    RunRule("data-order", "groups", "warning", data_order),
+)
+"""In the order in which a report shows their findings."""

@@ -14,7 +14,7 @@ from distflow.errors import UserError
 from distflow.observe import run_reader as reader
 from distflow.observe.crash_safe_files import JSON, encode, read_object, read_records, to_number, write_atomically
 from distflow.observe.report.summary_sentences import Steps
-from distflow.observe.run_reader import MetricsRecord, read_spans
+from distflow.observe.run_reader import Group, MetricsRecord, fold_groups, read_spans
 from distflow.observe.writing.run_folder import Span
 
 TRAINING = "train"
@@ -32,13 +32,15 @@ _STEP = re.compile(r"step (\d+)")
 @dataclass(frozen=True)
 class RunActivity:
     """spans: by side. trained_at: the step that trained on a group. oldest: the lowest weight version of a group's
-    tokens. taken_at: when a step was taken from the sample queue. decodes: whether decoding was recorded."""
+    tokens. taken_at: when a step was taken from the sample queue. decodes: whether decoding was recorded.
+    groups: in the ledger's end."""
 
     spans: Mapping[str, Sequence[Span]]
     trained_at: Mapping[int, int]
     oldest: Mapping[int, int]
     taken_at: Mapping[int, float]
     decodes: bool
+    groups: Sequence[Group] = ()
 
     def staleness(self, group: Span) -> int | None:
         """Versions between the oldest weights that drew a token of a group (or, if unknown, those that it began with)
@@ -77,15 +79,11 @@ def read_activity(run_dir: Path) -> RunActivity:
     spans = read_spans(run_dir)
     waits = [s for s in spans.get("training", ()) if s.kind == "wait"]
     taken_at = {int(found[1]): span.end for span in waits if (found := _STEP.fullmatch(span.what))}
-    trained_at, oldest = dict[int, int](), dict[int, int]()
-    for record in read_records(run_dir / "ledger.jsonl", _MAX_LEDGER_BYTES, run_dir)[0]:
-        match record:
-            case {"kind": "consumed", "step": int(step), "group_ids": list(group_ids)}:
-                trained_at.update({group_id: step for group_id in group_ids if isinstance(group_id, int)})
-            case {"kind": "complete", "group_id": int(group_id), "version": int(version)}:
-                oldest[group_id] = version
+    groups = fold_groups(read_records(run_dir / "ledger.jsonl", _MAX_LEDGER_BYTES, run_dir)[0])
+    trained_at = {group.group_id: group.step for group in groups if group.step is not None}
+    oldest = {group.group_id: group.version for group in groups if group.version is not None}
     decodes = any(span.kind == "decode" for part in spans.values() for span in part)
-    return RunActivity(spans, trained_at, oldest, taken_at, decodes)
+    return RunActivity(spans, trained_at, oldest, taken_at, decodes, groups)
 
 
 def _covered(spans: Iterable[Span], start: float, end: float) -> float:

@@ -23,12 +23,26 @@ REWARD = "reward/mean_score"
 
 
 class Finding(NamedTuple):
-    """A sentence of the report. advice: what to do about it, or "". hinders: it prevented the run from learning."""
+    """A sentence of the report. advice: what to do about it, or "". hinders: it prevented the run from learning.
+
+    Of a rule of the doctor: its name, and "error", "warning" or "" for no problem. action: a "key=value" to try. first,
+    last: the bad steps. is_over: it closed. numbers, uids, files: where to see it. worst: the key of samples to show.
+    """
 
     tone: Tone
     text: str
     advice: str = ""
     hinders: bool = False
+    rule: str = ""
+    level: str = ""
+    action: str = ""
+    first: int | None = None
+    last: int | None = None
+    is_over: bool = False
+    numbers: Mapping[str, float] = {}
+    uids: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    worst: str = ""
 
 
 class EventGroup(TypedDict):

@@ -1,0 +1,311 @@
+"""One SQL query over the folders of runs, by DuckDB (the extra `ui`). It only reads files of these folders.
+
+The views are built from what the query names, then DuckDB loses its access to files, so that no query can read or write
+anything else. Samples are the largest: DuckDB reads their files itself, behind links in an empty folder whose names
+cannot be patterns. Everything else comes from the readers that the report uses.
+"""
+
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distflow.errors import UserError
+from distflow.observe import run_reader
+from distflow.observe.crash_safe_files import JSON, encode, iter_records, read_object
+from distflow.observe.report.findings import examine, records_of
+from distflow.observe.report.summary_sentences import PROBLEM_KINDS
+from distflow.observe.writing.run_folder import DROPPED
+from distflow.untrusted_files import MAX_LINE_BYTES, open_file
+
+if TYPE_CHECKING:
+    import duckdb
+
+    from distflow.data.batch import Batch
+
+Row = tuple[object, ...]
+
+MAX_ROWS, MAX_S = 10_000, 5.0
+_MAX_MEMORY = "2GB"
+_SAMPLE_FILE = re.compile(r"(?:(.+)-)?(\d{6,18})(?:\.\d+)?\.jsonl")
+_TOKENS_FILE = re.compile(r"(\d{6,18})(?:\.\d+)?\.safetensors")
+_TOKEN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "versions")
+
+VIEWS: dict[str, str] = {
+    "metrics": "run VARCHAR, step BIGINT, kind VARCHAR, key VARCHAR, value DOUBLE, t DOUBLE, restart BIGINT",
+    "samples": "",
+    "tokens": "run VARCHAR, step BIGINT, uid VARCHAR, position BIGINT, token BIGINT, is_trained BOOLEAN, "
+    + ", ".join(f"{name.removesuffix('s')} DOUBLE" for name in _TOKEN_COLUMNS),
+    "spans": "run VARCHAR, actor VARCHAR, t0 DOUBLE, t1 DOUBLE, kind VARCHAR, what VARCHAR, step BIGINT, "
+    "group_id BIGINT, version BIGINT, waits_for VARCHAR, restart BIGINT",
+    "groups": "run VARCHAR, group_id BIGINT, state VARCHAR, step BIGINT, epoch BIGINT, data_row BIGINT, "
+    "domain VARCHAR, version BIGINT, tokens BIGINT, attempts BIGINT, worker VARCHAR, started DOUBLE, "
+    "completed DOUBLE, ended DOUBLE, reason VARCHAR",
+    "versions": "run VARCHAR, step BIGINT, weights BIGINT, t DOUBLE, restart BIGINT",
+    "findings": "run VARCHAR, rule VARCHAR, level VARCHAR, step BIGINT, last_step BIGINT, message VARCHAR, "
+    "action VARCHAR",
+    "config": "run VARCHAR, key VARCHAR, value VARCHAR, source VARCHAR",
+}
+"""The views and their columns; those of `samples` are `_SAMPLES`."""
+
+_TEXTS = ("uid", "prompt", "response", "ground_truth", "finish_reason", "domain", "dropped")
+_NUMBERS = ("score", "acc", "advantage", "masked", "prompt_length", "response_length")
+_STRUCTURES = ("reward_parts", "errors", "versions", "extra", "conversation")
+_SAMPLES = """create view samples as select f.run, f.step, f.split, {texts},
+    try_cast(split_part(r.uid, '-', 1) as bigint) as group_id, {numbers}, {structures},
+    coalesce(r.restart, 0) as restart
+    from read_json('{folder}/*.jsonl', format='newline_delimited', ignore_errors=true, filename=true,
+        maximum_object_size={most}, columns={{{columns}}}) r
+    join files f on f.file = parse_filename(r.filename, true)
+    where (r.uid is not null or r.response is not null) and coalesce(r.restart, 0) >= f.least_restart"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The rows of a query. is_cut: whether there are more."""
+
+    columns: list[str]
+    rows: list[Row]
+    is_cut: bool
+
+    def records(self) -> list[dict[str, object]]:
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+
+def query_runs(run_dirs: Sequence[Path], query: str, max_rows: int = MAX_ROWS, max_s: float = MAX_S) -> Answer:
+    """The rows of one SELECT over the views of `VIEWS`; each has a column `run`. max_s: of the query itself, without
+    reading the files that are not large.
+
+    Raises UserError without DuckDB, for another statement, a wrong one, or one that takes too long.
+    """
+    try:
+        import duckdb
+    except ImportError as error:
+        raise UserError("`distflow sql` needs DuckDB: pip install 'distflow[ui]'") from error
+    with tempfile.TemporaryDirectory(prefix="distflow-sql-") as folder, duckdb.connect(":memory:") as connection:
+        try:
+            _check_statement(connection, query)
+            connection.execute(f"set memory_limit='{_MAX_MEMORY}'")
+            for name in VIEWS:
+                if re.search(rf"\b{name}\b", query, re.IGNORECASE):
+                    _add_view(connection, name, _named(run_dirs), Path(folder))
+            _allow(connection, Path(folder))
+            for setting in ("temp_directory=''", "enable_external_access=false"):
+                connection.execute(f"set {setting}")
+            connection.execute("set lock_configuration=true")
+            return _ask(connection, query, max_rows, max_s)
+        except duckdb.InterruptException as error:
+            raise UserError(f"the query took more than {max_s:g} s: narrow it, or allow more with --seconds") from error
+        except duckdb.Error as error:
+            raise UserError(f"the query cannot be answered: {error}") from error
+
+
+def _check_statement(connection: "duckdb.DuckDBPyConnection", query: str) -> None:
+    from duckdb import StatementType
+
+    kinds = [statement.type for statement in connection.extract_statements(query)]
+    if kinds != [StatementType.SELECT]:
+        found = ", ".join(str(kind).rpartition(".")[2] for kind in kinds) or "nothing"
+        raise UserError(f"write one SELECT statement: this is {found}; nothing was run")
+
+
+def _ask(connection: "duckdb.DuckDBPyConnection", query: str, max_rows: int, max_s: float) -> Answer:
+    timer = threading.Timer(max_s, connection.interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        cursor = connection.execute(query)
+        rows = cursor.fetchmany(max_rows + 1)
+    finally:
+        timer.cancel()
+    return Answer([column[0] for column in cursor.description or ()], rows[:max_rows], len(rows) > max_rows)
+
+
+def _allow(connection: "duckdb.DuckDBPyConnection", folder: Path) -> None:
+    """The files of samples, which DuckDB knows by the paths that the links lead to."""
+    quoted = ["'" + str(file.resolve()).replace("'", "''") + "'" for file in folder.iterdir()]
+    connection.execute(f"set allowed_directories=['{folder}']")
+    connection.execute(f"set allowed_paths=[{', '.join(quoted)}]")
+
+
+def _named(run_dirs: Sequence[Path]) -> dict[str, Path]:
+    """The runs by the names of their folders, or by their paths if two have one name."""
+    names = [path.resolve().name for path in run_dirs]
+    return {name if names.count(name) == 1 else str(path): path for name, path in zip(names, run_dirs, strict=True)}
+
+
+def _add_view(connection: "duckdb.DuckDBPyConnection", name: str, runs: Mapping[str, Path], folder: Path) -> None:
+    if name == "samples":
+        _add_samples(connection, runs, folder)
+        return
+    columns = VIEWS[name].split(", ")
+    _fill(connection, name, columns, [(run, *row) for run, path in runs.items() for row in _ROWS[name](path)])
+
+
+def _fill(connection: "duckdb.DuckDBPyConnection", name: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
+    import pyarrow
+
+    kinds = {"VARCHAR": pyarrow.string(), "BIGINT": pyarrow.int64(), "DOUBLE": pyarrow.float64()}
+    schema = [(column.split()[0], kinds.get(column.split()[1], pyarrow.bool_())) for column in columns]
+    values = list(zip(*rows, strict=True)) if rows else [()] * len(columns)
+    texts = pyarrow.string()
+    arrays = [
+        pyarrow.array(map(_plain, column) if kind == texts else column, kind)
+        for column, (_, kind) in zip(values, schema, strict=True)
+    ]
+    connection.register("arriving", pyarrow.table(arrays, schema=pyarrow.schema(schema)))
+    connection.execute(f"create table {name} as select * from arriving")
+    connection.unregister("arriving")
+
+
+def _plain(value: object) -> object:
+    """A text that UTF-8 can hold."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+
+
+def _add_samples(connection: "duckdb.DuckDBPyConnection", runs: Mapping[str, Path], folder: Path) -> None:
+    files: list[Row] = []
+    (folder / "none.jsonl").touch()  # the pattern must match a file
+    for run, path in runs.items():
+        timeline = run_reader.read_timeline(path, None)
+        for file in sorted(file for name in ("samples", DROPPED) for file in (path / name).glob("*.jsonl")):
+            if (found := _SAMPLE_FILE.fullmatch(file.name)) and _link(file, path, folder / f"{len(files)}.jsonl"):
+                split = DROPPED if file.parent.name == DROPPED else found[1] or "train"
+                least = max((later for later, k in timeline.kept_until.items() if int(found[2]) > k), default=0)
+                files.append((str(len(files)), run, int(found[2]), split, least))
+    columns = ["file VARCHAR", "run VARCHAR", "step BIGINT", "split VARCHAR", "least_restart BIGINT"]
+    _fill(connection, "files", columns, files)
+    kinds = {
+        **dict.fromkeys(_TEXTS, "VARCHAR"),
+        **dict.fromkeys((*_NUMBERS, *_STRUCTURES), "JSON"),
+        "restart": "BIGINT",
+    }
+    connection.execute(
+        _SAMPLES.format(
+            folder=folder,
+            most=MAX_LINE_BYTES,
+            columns=", ".join(f"{name}: '{kind}'" for name, kind in kinds.items()),
+            texts=", ".join(f"r.{name}" for name in _TEXTS),
+            numbers=", ".join(f"try_cast(r.{name}->>'$' as double) as {name}" for name in _NUMBERS),
+            structures=", ".join(f"r.{name}" for name in _STRUCTURES),
+        )
+    )
+
+
+def _link(file: Path, run_dir: Path, link: Path) -> bool:
+    """Let DuckDB read the file. It skips lines with half a surrogate pair or with wrong UTF-8, so a file that has any
+    is copied with what Python reads of it. False if it cannot be read, or leads out of the run's folder."""
+    try:
+        with open_file(file, run_dir) as opened:
+            data = opened.read()
+        data.decode()
+    except OSError:
+        return False
+    except UnicodeDecodeError:
+        data = b"\\ud"
+    if b"\\ud" not in data.lower():
+        link.symlink_to(file.resolve())
+        return True
+    with link.open("wb") as copy:
+        for record in filter(None, iter_records(file, None, run_dir)):
+            copy.write(encode(_readable(record)) + b"\n")
+    return True
+
+
+def _readable(value: JSON) -> Any:
+    if isinstance(value, dict):
+        return {str(_plain(key)): _readable(item) for key, item in value.items()}
+    return [_readable(item) for item in value] if isinstance(value, list) else _plain(value)
+
+
+def _metrics(run_dir: Path) -> Iterator[Row]:
+    for record in run_reader.read_metrics(run_dir, max_bytes=None):
+        for key, value in record.values.items():
+            yield record.step, record.kind, key, value, record.t, record.restart
+
+
+def _tokens(run_dir: Path) -> Iterator[Row]:
+    from distflow.runtime.run_reporter import TOKENS
+
+    found = (_TOKENS_FILE.fullmatch(file.name) for file in (run_dir / TOKENS).glob("*.safetensors"))
+    for step in sorted({int(match[1]) for match in found if match}):
+        yield from saved_tokens(run_dir, step)
+
+
+def saved_tokens(run_dir: Path, step: int) -> Iterator[Row]:
+    """The tokens of a step that `trainer.save_groups` saved, as `VIEWS` describes them, without the run. None if there
+    is no file, or it is torn."""
+    from safetensors import SafetensorError
+
+    from distflow.runtime.run_reporter import load_groups
+
+    with suppress(OSError, ValueError, KeyError, SafetensorError):
+        yield from _tokens_of(load_groups(run_dir, step), step)
+
+
+def _tokens_of(batch: "Batch", step: int) -> Iterator[Row]:
+    axis, lengths = batch.field("response_ids").axis, batch.lengths("response").tolist()
+    uids = [str(uid) for uid, length in zip(batch["uid"], lengths, strict=True) for _ in range(length)]
+    positions = [position for length in lengths for position in range(length)]
+    own, *others = (
+        batch.flat(name).tolist() if name in batch and batch.field(name).axis == axis else [None] * len(uids)
+        for name in ("response_ids", "response_mask", *_TOKEN_COLUMNS)
+    )
+    masks = [None if mask is None else mask > 0 for mask in others[0]]
+    yield from zip([step] * len(uids), uids, positions, own, masks, *others[1:], strict=True)
+
+
+def _spans(run_dir: Path) -> Iterator[Row]:
+    timeline = run_reader.read_timeline(run_dir, None)
+    for actor, spans in run_reader.read_spans(run_dir, run_reader.MAX_BYTES).items():
+        for s in (s for s in spans if timeline.survives(s.restart, s.step or 0)):
+            yield actor, s.start, s.end, s.kind, s.what, s.step, s.group_id, s.version, s.on, s.restart
+
+
+def _ledger(run_dir: Path) -> Iterable[Mapping[str, Any]]:
+    from distflow.scheduling.ledger import timeline
+
+    path = run_dir / "ledger.jsonl"
+    return (record for _, record in timeline(path)) if path.is_file() else ()
+
+
+def _groups(run_dir: Path) -> Iterator[Row]:
+    for group in run_reader.fold_groups(_ledger(run_dir)):
+        yield tuple(group)
+
+
+def _versions(run_dir: Path) -> Iterator[Row]:
+    for record in _ledger(run_dir):
+        if record["kind"] == "version":
+            yield record["step"], record["weights"], record["t"], record["restart"]
+
+
+def _findings(run_dir: Path) -> Iterator[Row]:
+    """Of the doctor, then those that the run recorded."""
+    for found in examine(records_of(run_dir)).problems():
+        yield found.rule, found.level, found.first, found.last, f"{found.text} {found.advice}", found.action
+    for event in run_reader.read_events(run_dir, max_bytes=None):
+        if event.kind in PROBLEM_KINDS and not event.rolled_back:
+            level = "error" if event.kind == "error" else "warning"
+            yield event.kind, level, event.step, event.step, event.message, ""
+
+
+def _config(run_dir: Path) -> Iterator[Row]:
+    sources = run_reader.config_sources(read_object(run_dir / "run.json", run_dir))
+    for key, value in run_reader.flat_config(run_dir).items():
+        yield key, value, sources.get(key, run_reader.PRESET)
+
+
+_ROWS: Mapping[str, Callable[[Path], Iterable[Row]]] = {
+    "metrics": _metrics,
+    "tokens": _tokens,
+    "spans": _spans,
+    "groups": _groups,
+    "versions": _versions,
+    "findings": _findings,
+    "config": _config,
+}

@@ -1,0 +1,455 @@
+"""Rules on the metrics of a run, step by step: the same while it runs and afterwards.
+
+A rule looks at the history up to a step and returns a sentence if the step is bad. A finding opens after 3 such steps
+(hits) with fewer than 10 good ones between them, and closes after 10 good ones, so that noise opens none. Drifts
+compare the last 20 steps with the 80 before. Neighbouring steps of RL are correlated, so the variance of the mean is
+inflated by (1 + r) / (1 - r), r being the correlation of neighbours: without it, every second healthy run has a false
+alarm.
+"""
+
+import math
+import re
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from distflow.errors import UserError
+from distflow.import_target import is_ours, users_code
+from distflow.observe.crash_safe_files import JSON
+from distflow.observe.report.summary_sentences import REWARD, Finding
+
+Level = Literal["error", "warning"]
+Check = Callable[["History"], str | None]
+
+CLEAN_STEPS = 10
+_RECENT, _NEW, _FIRST = 100, 20, 20
+_MOST_CORRELATED = 0.9
+DRIFT = 6.0
+"""The z value from which a drift counts: at most 1 in 20 healthy runs of 1,000 steps reaches it by chance."""
+
+
+class History:
+    """The metrics of the last steps, and the first values of each. config: as in config.yaml."""
+
+    def __init__(self, config: Mapping[str, JSON]) -> None:
+        self.config = config
+        self.step, self.metrics = 0, dict[str, float]()
+        self._recent: dict[str, deque[float]] = {}
+        self._first: dict[str, list[float]] = {}
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        phases = [v for name, v in metrics.items() if re.fullmatch(r"memory/process/(?!peak).+", name)]
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self.step, self.metrics = step, finite | ({"memory/process": max(phases)} if phases else {})
+        for name, value in self.metrics.items():
+            self._recent.setdefault(name, deque(maxlen=_RECENT)).append(value)
+            if len(first := self._first.setdefault(name, [])) < _FIRST:
+                first.append(value)
+
+    def now(self, name: str, default: float = math.nan) -> float:
+        """The metric at this step."""
+        return self.metrics.get(name, default)
+
+    def last(self, name: str, number: int = _RECENT) -> list[float]:
+        """Its last values, at most 100, this step's included."""
+        return list(self._recent.get(name, ()))[-number:]
+
+    def first(self, name: str) -> float:
+        """The mean of its first 20 values, or fewer."""
+        return statistics.fmean(self._first[name]) if name in self._first else math.nan
+
+    def drift(self, name: str) -> float:
+        """By how many standard errors the mean of the last 20 values is above that of the 80 before; 0 without 100."""
+        values = self.last(name)
+        if len(values) < _RECENT:
+            return 0.0
+        before, after = values[:-_NEW], values[-_NEW:]
+        mean = statistics.fmean(before)
+        rest = [value - mean for value in before]
+        variance = sum(value * value for value in rest) / len(rest)
+        moved = statistics.fmean(after) - mean
+        if variance <= (1e-9 * abs(mean)) ** 2:
+            return math.copysign(math.inf, moved) if abs(moved) > 1e-6 * abs(mean) else 0.0
+        r = sum(a * b for a, b in zip(rest, rest[1:], strict=False)) / (variance * len(rest))
+        r = min(max(r + (1 + 4 * r) / len(rest), 0.0), _MOST_CORRELATED)  # a short series underestimates it
+        return moved / math.sqrt(variance * (1 + r) / (1 - r) * (1 / len(after) + 1 / len(before)))
+
+    def setting(self, key: str) -> JSON:
+        """The value of a key of the config; None if unknown."""
+        value: JSON | Mapping[str, JSON] = self.config
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value if not isinstance(value, Mapping) else None
+
+
+@dataclass(frozen=True)
+class StepRule:
+    """needs: metrics, with "*" for any part; without one of them in a step, the rule does not look at the step. enough:
+    values that the first must have. advice: a sentence. action: "key=value", if one change is the remedy, or a function
+    of the history. opens: hits until a finding opens. worst: the key of a sample that it should show, largest first."""
+
+    name: str
+    needs: tuple[str, ...]
+    check: Check
+    level: Level = "warning"
+    advice: str = ""
+    action: str | Callable[[History], str] = ""
+    enough: int = 20
+    opens: int = 3
+    worst: str = ""
+
+    def numbers(self, history: History) -> dict[str, float] | None:
+        """The metrics that it needs; None if one is missing, or has too few values."""
+        found = [
+            [name for name in history.metrics if _matches(name, need)]
+            if "*" in need
+            else [need] * (need in history.metrics)
+            for need in self.needs
+        ]
+        if not all(found) or found and len(history.last(found[0][0])) < min(self.enough, _RECENT):
+            return None
+        return {name: history.metrics[name] for names in found for name in names}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return bool(re.fullmatch(".+".join(map(re.escape, pattern.split("*"))), name))
+
+
+STEP_RULES: dict[str, StepRule] = {}
+
+
+def register_doctor_rule(
+    name: str, needs: Sequence[str], level: Level = "warning", advice: str = "", **options: object
+) -> Callable[[Check], Check]:
+    """Decorator for a rule: `function(history) -> sentence or None`. options: `action`, `enough`, `opens`, `worst` of
+    `StepRule`. A rule in a module of `trainer.imports` is checked at each step, and by `distflow doctor RUN`.
+
+    Raises UserError for a name that is in use.
+    """
+
+    def register(check: Check) -> Check:
+        if name in STEP_RULES and is_ours(STEP_RULES[name].check):
+            raise UserError(f"there is already a doctor rule '{name}': register yours under another name")
+        STEP_RULES[name] = StepRule(name, tuple(needs), check, level, advice, **options)  # type: ignore[arg-type]
+        return check
+
+    return register
+
+
+@dataclass
+class _State:
+    hits: int = 0
+    clean: int = 0
+    has_looked: bool = False
+    pending: Finding | None = None
+    open: int | None = None  # its place among `found`
+    found: list[Finding] = field(default_factory=list)
+
+
+class StepRules:
+    """Applies all rules to one step after another."""
+
+    def __init__(self, config: Mapping[str, JSON]) -> None:
+        self.history = History(config)
+        self.failed: dict[str, str] = {}
+        self._states = {name: _State() for name in STEP_RULES}
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+        """The findings that open at this step."""
+        self.history.add(step, metrics)
+        return [found for name in self._states if (found := self._look(STEP_RULES[name], self._states[name]))]
+
+    def lacking(self) -> dict[str, str]:
+        """The rules that saw no step, with what they need; or how they failed."""
+        unseen = [STEP_RULES[name] for name, state in self._states.items() if not state.has_looked]
+        return {rule.name: f"needs {rule.enough} steps with {', '.join(rule.needs)}" for rule in unseen} | self.failed
+
+    def findings(self) -> list[Finding]:
+        return [found for state in self._states.values() for found in state.found]
+
+    def _look(self, rule: StepRule, state: _State) -> Finding | None:
+        """The finding, if it opens."""
+        if (numbers := rule.numbers(self.history)) is None or rule.name in self.failed:
+            return None
+        state.has_looked = True
+        try:
+            with users_code(f"the doctor rule '{rule.name}' failed:"):
+                text = rule.check(self.history)
+        except UserError as error:
+            self.failed[rule.name] = str(error)
+            return None
+        if not text:
+            self._clean(state)
+            return None
+        state.clean, state.hits = 0, state.hits + 1
+        step = self.history.step
+        state.pending = state.pending or self._finding(rule, text, numbers)
+        if state.open is not None:
+            state.found[state.open] = state.found[state.open]._replace(last=step)
+        elif state.hits >= rule.opens:
+            state.open = len(state.found)
+            state.found.append(state.pending._replace(last=step))
+            return state.found[-1]
+        return None
+
+    def _clean(self, state: _State) -> None:
+        state.clean += 1
+        if state.clean >= CLEAN_STEPS:
+            if state.open is not None:
+                state.found[state.open] = state.found[state.open]._replace(is_over=True)
+            state.hits, state.pending, state.open = 0, None, None
+
+    def _finding(self, rule: StepRule, text: str, numbers: Mapping[str, float]) -> Finding:
+        action = rule.action(self.history) if callable(rule.action) else rule.action
+        return Finding(
+            tone="bad" if rule.level == "error" else "flat",
+            text=text,
+            advice=rule.advice,
+            rule=rule.name,
+            level=rule.level,
+            action=action,
+            first=self.history.step,
+            numbers=numbers,
+            worst=rule.worst,
+        )
+
+
+_LR, _STALENESS = "actor_rollout_ref.actor.optim.lr", "async.max_staleness"
+
+
+def _scaled(key: str, factor: float) -> Callable[[History], str]:
+    """An action that multiplies a number of the config."""
+
+    def action(h: History) -> str:
+        value = h.setting(key)
+        return f"{key}={value * factor:g}" if isinstance(value, int | float) and value else ""
+
+    return action
+
+
+def _overlong(h: History) -> str:
+    longest = h.setting("data.max_response_length")
+    return f"reward.overlong.buffer_tokens={max(longest // 4, 1)}" if isinstance(longest, int) else ""
+
+
+def _fresher(h: History) -> str:
+    bound = h.setting(_STALENESS)
+    return f"{_STALENESS}={bound - 1}" if isinstance(bound, int) and bound > 0 else ""
+
+
+@register_doctor_rule(
+    "rollout-never-updated",
+    ("async/version_end", "actor/grad_norm"),
+    "error",
+    "The engine does not get the weights: look at the weight syncs in events.jsonl, and at the engine's log.",
+    enough=8,
+)
+def _never_updated(h: History) -> str | None:
+    versions, bound, every = h.last("async/version_end", 4), h.setting(_STALENESS), 1
+    if isinstance(frequency := h.setting("actor_rollout_ref.actor.model_update_frequency"), int):
+        every = frequency
+    late = h.step - 1 - versions[-1] - (bound if isinstance(bound, int) else 0) - every
+    if late < 1 or len(set(versions)) > 1 or not min(h.last("actor/grad_norm", 3)) > 0:
+        return None
+    return (
+        f"Step {h.step} trained on tokens of version {versions[-1]:.0f} at most, although the policy goes on changing."
+    )
+
+
+@register_doctor_rule(
+    "weights-differ",
+    ("canary/mean_abs",),
+    "error",
+    "Compare the weight receipts of the last sync, and stop the run if they differ.",
+    enough=2,
+)
+def _weights_differ(h: History) -> str | None:
+    first, now = h.last("canary/mean_abs")[0], h.now("canary/mean_abs")
+    if now <= max(5 * first, 1e-3):
+        return None
+    return f"On fixed prompts, engine and trainer differ by {now:.2g} nats a token, at first by {first:.2g}."
+
+
+@register_doctor_rule(
+    "mismatch-numerics",
+    ("mismatch/same_version/k3", "mismatch/same_version/ess"),
+    advice="Engine and trainer compute different probabilities with the same weights: correct the loss for it.",
+    action="algorithm.rollout_correction.rollout_is=token",
+)
+def _numerics(h: History) -> str | None:
+    k3, ess = h.now("mismatch/same_version/k3"), h.now("mismatch/same_version/ess")
+    if k3 <= 1e-3 and k3 <= max(10 * h.first("mismatch/same_version/k3"), 1e-4) and ess >= 0.9:
+        return None
+    return f"With the same weights, engine and trainer are k3 = {k3:.2g} nats apart (effective sample size {ess:.2f})."
+
+
+@register_doctor_rule(
+    "mismatch-staleness",
+    ("mismatch/older_version/k3", "mismatch/same_version/k3"),
+    advice="Tokens of older weights are far from the policy: use fresher ones, or a decoupled loss.",
+    action=_fresher,
+    enough=8,
+)
+def _stale(h: History) -> str | None:
+    apart = h.now("mismatch/older_version/k3") - h.now("mismatch/same_version/k3")
+    return f"Tokens of older weights are k3 = {apart:.2g} nats further from the policy." if apart > 0.02 else None
+
+
+@register_doctor_rule(
+    "stale-kv",
+    ("mismatch/older_kv/k3",),
+    advice="Tokens over keys and values of older weights are far from the policy.",
+    action="actor_rollout_ref.rollout.kv_on_update=recompute",
+    enough=8,
+)
+def _stale_kv(h: History) -> str | None:
+    kv, other = h.now("mismatch/older_kv/k3"), h.now("mismatch/older_version/k3", 0.0)
+    if kv <= max(0.02, 3 * other):
+        return None
+    return f"After a weight sync within a response, tokens are k3 = {kv:.2g} nats from the policy, others {other:.2g}."
+
+
+@register_doctor_rule(
+    "reward-hacking-suspect",
+    (REWARD,),
+    advice="Read the responses with the highest reward, and bound the part that they exploit.",
+    enough=_RECENT,
+    worst="score",
+)
+def _hacking(h: History) -> str | None:
+    if h.drift(REWARD) <= DRIFT:
+        return None
+    accuracies = h.last("val_correct/all/mean")
+    moves = [abs(b - a) for a, b in zip(accuracies, accuracies[1:], strict=False)]
+    if len(accuracies) > 2 and max(accuracies) - accuracies[-1] > max(0.03, 2 * statistics.median(moves)):
+        return (
+            f"The reward rises, while the validation accuracy fell from {max(accuracies):.3f} to {accuracies[-1]:.3f}."
+        )
+    parts = {name: h.drift(name) for name in h.metrics if re.fullmatch(r"reward/.+/mean", name)}
+    if parts and min(parts.values()) < -DRIFT and max(parts.values()) > DRIFT:
+        up, down = max(parts, key=parts.__getitem__), min(parts, key=parts.__getitem__)
+        return f"The reward rises by {up}, while {down} falls."
+    return None
+
+
+@register_doctor_rule(
+    "entropy-collapse",
+    ("actor/entropy",),
+    advice="The policy stops exploring: clip ratios higher up, raise the temperature, or add a KL term.",
+    action="actor_rollout_ref.actor.clip_ratio_high=0.28",
+    enough=30,
+)
+def _collapse(h: History) -> str | None:
+    values, first = h.last("actor/entropy", 20), h.first("actor/entropy")
+    falls = statistics.fmean(values[10:]) < statistics.fmean(values[:10])
+    return (
+        f"The entropy fell from {first:.3g} to {values[-1]:.3g} nats." if values[-1] < 0.2 * first and falls else None
+    )
+
+
+@register_doctor_rule(
+    "entropy-explosion",
+    ("actor/entropy", REWARD),
+    advice="The policy comes apart: lower the learning rate, and look at the mismatch of engine and trainer.",
+    action=_scaled(_LR, 0.5),
+    enough=_RECENT,
+)
+def _explosion(h: History) -> str | None:
+    if h.drift("actor/entropy") <= DRIFT or h.drift(REWARD) >= -3:
+        return None
+    return f"The entropy rose to {h.now('actor/entropy'):.3g} nats, while the reward fell to {h.now(REWARD):.3g}."
+
+
+@register_doctor_rule(
+    "length-drift",
+    ("rollout/avg_response_length", REWARD),
+    advice="Longer responses bring no reward: charge for them.",
+    action=_overlong,
+    enough=_RECENT,
+    worst="response_length",
+)
+def _longer(h: History) -> str | None:
+    name = "rollout/avg_response_length"
+    if h.drift(name) <= DRIFT or h.drift(REWARD) >= 2:
+        return None
+    return f"Responses grew to {h.now(name):.0f} tokens, while the reward did not."
+
+
+@register_doctor_rule(
+    "gradient-spike",
+    ("*/grad_norm",),
+    advice="Look at the samples of the step; `distflow replay` repeats an update whose bundle was saved.",
+    enough=50,
+    opens=1,
+    worst="advantage",
+)
+def _spike(h: History) -> str | None:
+    for name in (name for name in h.metrics if name.endswith("/grad_norm")):
+        *before, now = h.last(name, 51)
+        middle = statistics.median(before)
+        spread = 1.4826 * statistics.median(abs(value - middle) for value in before)
+        if spread > 0 and now - middle > 10 * spread and now > 5 * middle:
+            return f"{name} was {now:.3g} at step {h.step}; its median over the steps before is {middle:.3g}."
+    return None
+
+
+@register_doctor_rule(
+    "skipped-updates",
+    ("actor/skipped",),
+    advice="Losses or gradients are not finite: `distflow replay RUN/bundles/STEP` repeats one.",
+    enough=8,
+    opens=1,
+)
+def _skipped(h: History) -> str | None:
+    number = sum(value > 0 for value in h.last("actor/skipped", 20))
+    return f"In {number} of the last 20 steps the optimizer skipped an update." if number >= 3 else None
+
+
+@register_doctor_rule(
+    "update-too-large",
+    ("actor/pg_clipfrac", "actor/ppo_kl"),
+    advice="One step moves the policy too far: lower the learning rate, or use fewer passes and larger mini-batches.",
+    action=_scaled(_LR, 0.5),
+    enough=8,
+)
+def _too_large(h: History) -> str | None:
+    clipped, kl = h.now("actor/pg_clipfrac"), abs(h.now("actor/ppo_kl"))
+    return f"Of the tokens {clipped:.0%} were clipped, and KL is {kl:.2g} nats." if clipped > 0.3 or kl > 0.1 else None
+
+
+@register_doctor_rule(
+    "sick-engine",
+    ("rollout_server/*/tokens_per_s",),
+    advice="Restart that server, or take its machine out.",
+    enough=8,
+)
+def _sick(h: History) -> str | None:
+    speeds = {name: h.now(name) for name in h.metrics if _matches(name, "rollout_server/*/tokens_per_s")}
+    slowest, middle = min(speeds, key=speeds.__getitem__), statistics.median(speeds.values())
+    if speeds[slowest] >= 0.7 * middle:
+        return None
+    return f"{slowest} is {speeds[slowest]:.0f}, the median of {len(speeds)} servers {middle:.0f}."
+
+
+@register_doctor_rule(
+    "memory-grows",
+    ("memory/process",),
+    advice="Something is kept from step to step: look at your reward functions and callbacks.",
+    enough=_RECENT,
+)
+def _grows(h: History) -> str | None:
+    values = h.last("memory/process")
+    before, after = statistics.fmean(values[:_NEW]), statistics.fmean(values[-_NEW:])
+    if after < 1.4 * before or min(values[-_NEW:]) < max(values[:_NEW]):
+        return None
+    return f"The process's memory grew by {after / before - 1:.0%} in 80 steps."
+
+
+def rules_over(steps: Mapping[int, Mapping[str, float]], config: Mapping[str, JSON]) -> StepRules:
+    """All rules after all steps of a run."""
+    rules = StepRules(config)
+    for step, metrics in sorted(steps.items()):
+        rules.step(step, metrics)
+    return rules

@@ -1,0 +1,155 @@
+"""SQL over the folders of runs: what each view holds, what damaged and hostile files do, and what is refused."""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from distflow.cli import main
+from distflow.commands.run_sql import VIEWS, query_runs
+from distflow.data.batch import Batch
+from distflow.errors import UserError
+from distflow.observe.writing.run_folder import RunFolder
+from distflow.runtime.run_reporter import keep_groups
+from tests.commands.test_export_replay_report_why import write_run as write_ledger_run
+from tests.observe.conftest import HOSTILE, write_run
+
+pytest.importorskip("duckdb", reason="the extra `ui`")
+
+
+def rows(run_dir: Path, query: str) -> list[tuple[object, ...]]:
+    return query_runs([run_dir], query).rows
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_metrics_have_a_row_for_each_value_also_of_a_late_metric(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    with RunFolder(run_dir, 0) as run:
+        run.metrics(900, "train", {'late/"quoted"': 3.0, "late/nan": math.nan})
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 901, "t": 1, "restart": 0, "kind": "train", "m": {"torn')
+    assert rows(run_dir, "select step, value from metrics where key = 'late/\"quoted\"'") == [(900, 3.0)]
+    assert rows(run_dir, "select count(*), min(step) from metrics where isnan(value)") == [(2, 3)]
+    assert rows(run_dir, "select step from metrics where isinf(value)") == [(5,)]
+    assert rows(run_dir, "select distinct kind, key from metrics where step = 0") == [("val", "val_correct/all/mean")]
+    assert rows(run_dir, "select max(step) from metrics") == [(900,)]
+
+
+def test_samples_are_whole_also_those_that_utf8_cannot_hold(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run[1]*'s")
+    query = "select response, score, advantage from samples where step = 2 and split = 'train'"
+    found = rows(run_dir, query + " order by response_length")
+    assert [row[0] for row in found][: len(HOSTILE)] == [
+        text.replace("\ud800", "\\ud800") for text in _leaking(run_dir)
+    ]
+    assert found[5][1] == 1.0 and math.isnan(float(str(found[4][2])))
+    assert rows(run_dir, "select count(*) from samples where split = 'val'") == [(40,)]
+    assert rows(run_dir, "select distinct group_id from samples where uid like '203-%'") == [(203,)]
+    assert rows(run_dir, "select errors->>0 from samples where step = 1 and uid = '100-3'") == [("math: out of time",)]
+
+
+def _leaking(run_dir: Path) -> list[str]:
+    return [text.replace("LEAK", "http://127.0.0.1:1/leak") for text in HOSTILE]
+
+
+def test_torn_lines_rolled_back_steps_and_links_out_of_the_folder_are_left_out(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", num_steps=4)
+    with (run_dir / "samples" / "000002.jsonl").open("ab") as file:
+        file.write(b'[1]\n{"uid": "7-0", "response": "\xff"}\n{"uid": "8-0", "respon')
+    (tmp_path / "secret.jsonl").write_text('{"uid": "0-0", "response": "secret"}\n')
+    (run_dir / "samples" / "000009.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    with RunFolder(run_dir, 1, resumed_at=2) as run:
+        run.samples(3, [{"uid": "0-0", "response": "again"}])
+    counts = rows(run_dir, "select step, count(*) from samples where split = 'train' group by all order by all")
+    assert counts == [(1, 16), (2, 16), (3, 1)]
+
+
+def test_groups_and_versions_come_from_the_ledger(tmp_path: Path) -> None:
+    run_dir = write_ledger_run(tmp_path / "run")
+    query = "select group_id, state, step, attempts, tokens, worker from groups where group_id < 4 order by 1"
+    assert rows(run_dir, query) == [
+        (0, "trained", 1, 1, 1000, "rank-0"),
+        (1, "trained", 1, 1, 1001, "rank-0"),
+        (2, "trained", 2, 2, 1002, "rank-1"),
+        (3, "dropped", None, 1, None, "rank-0"),
+    ]
+    assert rows(run_dir, "select reason from groups where group_id = 3")[0][0] == "\x1b]0;owned\x07\u202egnp\nnext"
+    assert rows(run_dir, "select step, weights from versions order by 1") == [(1, 1), (2, 2)]
+
+
+def test_tokens_of_saved_groups_without_a_torn_file(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", num_steps=1)
+    batch = Batch(torch.tensor([1, 1]), torch.tensor([2, 1]))
+    batch["uid"], batch["group_index"] = ["0-0", "0-1"], torch.tensor([0, 0])
+    batch["response_ids"], batch["response_mask"] = torch.tensor([[5, 6], [7, 0]]), torch.ones(2, 2)
+    batch["old_log_probs"] = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])
+    keep_groups(run_dir, 1, batch)
+    (run_dir / "tokens" / "000002.safetensors").write_bytes(
+        (run_dir / "tokens" / "000001.safetensors").read_bytes()[:-3]
+    )
+    query = "select step, uid, position, token, is_trained, old_log_prob, ref_log_prob from tokens"
+    assert rows(run_dir, query) == [
+        (1, "0-0", 0, 5, True, -1.0, None),
+        (1, "0-0", 1, 6, True, -2.0, None),
+        (1, "0-1", 0, 7, True, -3.0, None),
+    ]
+
+
+def test_several_runs_have_names_and_other_views_their_columns(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path / "a" / "run"), write_run(tmp_path / "b" / "run", num_steps=3)
+    found = query_runs([first, second], "select run, max(step) from metrics group by run order by 2").rows
+    assert found == [(str(second), 3), (str(first), 12)]
+    assert rows(first, "select key, value, source from config") == [("trainer.seed", "1", "preset or default")]
+    assert rows(first, "select rule, level, step from findings") == [("warning", "warning", 3)]
+    assert rows(first, "select count(*), max(t1 - t0) < 1 from spans where actor = 'rollout'") == [(72, True)]
+    for view, columns in VIEWS.items():
+        assert query_runs([tmp_path], f"select * from {view}").rows == []
+        names = [column.split()[0] for column in columns.split(", ")] if columns else ["run", "step", "split"]
+        assert query_runs([first], f"select * from {view} limit 0").columns[: len(names)] == names
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("copy (select 1) to '{run}/stolen'", "this is COPY"),
+        ("attach '{run}/x.db' as x", "this is ATTACH"),
+        ("select 1; select 2", "this is SELECT, SELECT"),
+        ("", "this is nothing"),
+        ("select * from read_text('{run}/../secret')", "file system operations are disabled"),
+        ("select * from read_text('{run}/config.yaml')", "file system operations are disabled"),
+        ("select * from glob('/etc/*')", "file system operations are disabled"),
+        ("select nothing from metrics", '"nothing" not found'),
+        ("selec 1", "syntax error"),
+        (
+            "select count(*) from range(1000000000) a, range(1000000) b where a.range * b.range % 7 = 3",
+            "more than 0.2 s",
+        ),
+    ],
+)
+def test_anything_but_one_select_over_the_views_is_refused(tmp_path: Path, query: str, words: str) -> None:
+    run_dir = write_run(tmp_path / "run", num_steps=2)
+    (tmp_path / "secret").write_text("secret")
+    before = hashes(tmp_path)
+    with pytest.raises(UserError, match=words):
+        query_runs([run_dir], query.replace("{run}", str(run_dir)), max_s=0.2)
+    assert hashes(tmp_path) == before
+
+
+def test_the_command_prints_a_table_json_or_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = str(write_run(tmp_path / "run"))
+    query = "select response, score from samples where step = 1 and split = 'train' order by response_length limit 5"
+    assert main(["sql", run_dir, query, "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [row["response"] for row in listed] == _leaking(Path(run_dir))[:5] and listed[1]["score"] == 1.0
+    assert main(["sql", run_dir, "select 1 as a union all select 'nan'::double", "--csv", "--rows", "1"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "a\n1.0\n" and "only the first 1 row of more" in shown.err
+    assert main(["sql", run_dir, query]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\\x1b]0;owned" in out and out.splitlines()[0].split() == ["response", "score"]

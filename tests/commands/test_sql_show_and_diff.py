@@ -1,0 +1,167 @@
+"""`distflow show` and `distflow diff`: what they print of runs, and how well noise is told from a difference."""
+
+import json
+import random
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from distflow.cli import main
+from distflow.commands.sql_show_and_diff import _difference
+from distflow.data.batch import Batch
+from distflow.observe.writing.run_folder import RunFolder
+from distflow.runtime.run_reporter import keep_groups
+from tests.commands.test_export_replay_report_why import HOSTILE, write_run
+
+SHOWN = "\\x1b]0;owned\\x07\\u202egnp"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> list[str]:
+    assert main([*map(str, arguments)]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_without_duckdb_one_line_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    assert main(["sql", str(write_run(tmp_path / "run")), "select 1"]) == 2
+    assert capsys.readouterr().err == "distflow: `distflow sql` needs DuckDB: pip install 'distflow[ui]'\n"
+
+
+def test_a_sample_with_its_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path / "run")
+    lines = printed(capsys, "show", run_dir, "2-1")
+    assert lines[0] == f"sample 2-1 of {run_dir}: step 2, train"
+    assert lines[1].startswith("group     row 2 of epoch 0, started ") and lines[1].endswith("2 attempts, trained")
+    assert f"score     0.5 (math 1.0, {SHOWN}⏎next no number), advantage None" in lines
+    assert "group has 2 samples: scores 0.0, 0.5" in lines
+    assert lines[lines.index("response") + 1] == f"  {SHOWN}"
+    shown = json.loads("\n".join(printed(capsys, "show", run_dir, "2-1", "--json")))
+    assert (shown["step"], shown["split"], shown["group"]["attempts"]) == (2, "train", 2)
+    assert shown["sample"]["response"] == HOSTILE
+
+
+def test_a_dropped_sample_one_of_a_run_without_a_ledger_and_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    with RunFolder(run_dir, 0) as run:
+        run.samples(1, [{"uid": "3-0", "response": "x"}])
+        run.samples(2, [{"uid": "4-0", "response": "x", "errors": ["odd"]}], split="dropped")
+    assert printed(capsys, "show", run_dir, "3-0")[0].endswith("step 1, train")
+    lines = printed(capsys, "show", run_dir, "4-0")
+    assert lines[0].endswith("step 2, dropped") and "reports   odd" in lines
+    assert main(["show", str(run_dir), "5-0"]) == 2
+    assert "has no sample 5-0" in capsys.readouterr().err
+
+
+def compared_run(folder: Path, seed: int, reward: float = 0.0, response: str = "same") -> Path:
+    draw = random.Random(seed)
+    with RunFolder(folder, 0) as run:
+        changed = [{"key": "data.seed", "where": "command line"}] if seed else []
+        run.write_json("run.json", {"torch": "2", "device": "cpu", "data_fingerprint": str(seed), "changed": changed})
+        run.write_text("config.yaml", f"data: {{seed: {seed}}}\ntrainer: {{x: [1, 2]}}\n")
+        for step in range(1, 61):
+            values = {"reward/mean_score": 0.5 + reward + 0.02 * draw.gauss(0, 1), "actor/entropy": draw.random()}
+            run.metrics(step, "train", values | ({"only": 1.0} if seed else {}))
+        run.samples(1, [{"uid": "0-0", "response": "same"}, {"uid": "0-1", "response": response}])
+    return folder
+
+
+def test_the_config_the_first_difference_and_what_noise_explains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = compared_run(tmp_path / "a", 0), compared_run(tmp_path / "b", 1, reward=0.2, response="samx")
+    lines = printed(capsys, "diff", a, b)
+    assert "config, different: 1 key" in lines
+    assert "  data.seed: 0 (preset or default) -> 1 (command line)" in lines
+    assert "same: torch, device" in lines and "different: data_fingerprint" in lines
+    assert "first difference: step 1: the responses of sample 0-1 differ from character 3" in lines
+    (reward,) = (line for line in lines if line.startswith("reward/mean_score"))
+    (entropy,) = (line for line in lines if line.startswith("actor/entropy"))
+    assert reward.endswith("yes, in this pair") and entropy.endswith("  no")
+    found = json.loads("\n".join(printed(capsys, "diff", a, b, "--json")))
+    assert [each["metric"] for each in found["metrics"]] == ["actor/entropy", "reward/mean_score"]
+    assert found["metrics"][1]["low"] < 0.2 < found["metrics"][1]["high"]
+
+
+def test_the_first_group_token_and_tensor_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = compared_run(tmp_path / "a", 0), compared_run(tmp_path / "b", 0)
+    for run_dir, value in ((a, 1.0), (b, 2.0)):
+        (run_dir / "checkpoints" / "step-000001").mkdir(parents=True)
+        tensors = {"x": torch.zeros(2), "y": torch.tensor([value])}
+        save_file(tensors, run_dir / "checkpoints" / "step-000001" / "actor.safetensors")
+    assert "first difference: step-000001: the tensor y differs" in printed(capsys, "diff", a, b)
+    compared_samples = {a: "yes", b: "yet"}
+    for token, (run_dir, text) in enumerate(compared_samples.items()):
+        with RunFolder(run_dir, 0) as run:
+            run.samples(2, [{"uid": "0-0", "response": text}])
+        batch = Batch(torch.tensor([1]), torch.tensor([2]))
+        batch["uid"], batch["group_index"] = ["0-0"], torch.tensor([0])
+        batch["response_ids"], batch["rollout_log_probs"] = torch.tensor([[5, token]]), torch.tensor([[-1.0, -2.0]])
+        keep_groups(run_dir, 2, batch)
+    text = (
+        "step 2: the responses of sample 0-0 differ from character 2: token 1 is 0 (log-prob -2.0) in A, 1 (-2.0) in B"
+    )
+    assert f"first difference: {text}" in printed(capsys, "diff", a, b)
+    for run_dir, row in ((a, 7), (b, 9)):
+        issued = {"t": 1, "restart": 0, "kind": "issued", "group_id": 0, "epoch": 0, "row": row, "version": 0}
+        (run_dir / "ledger.jsonl").write_text(json.dumps(issued) + "\n")
+    assert "first difference: group 0 holds row 7 in A, 9 in B" in printed(capsys, "diff", a, b)
+
+
+def test_a_run_equals_itself_and_a_short_one_tells_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = compared_run(tmp_path / "a", 0)
+    lines = printed(capsys, "diff", a, a)
+    assert "config, different: 0 keys" in lines
+    assert "first difference: none in the groups, responses and checkpoints that both have" in lines
+    assert not any(line.endswith("yes, in this pair") for line in lines)
+    assert _difference([1.0] * 5, [2.0] * 5) == {
+        **{"a": 1.0, "b": 2.0, "difference": 1.0, "values": 5},
+        **{"low": None, "high": None, "differs": None},
+    }
+    assert _difference([float("nan")], [1.0]) is None
+
+
+@pytest.mark.parametrize(("correlation", "most"), [(0.0, 10), (0.5, 12), (0.8, 18)])
+def test_equal_runs_seldom_differ_also_if_their_steps_are_correlated(correlation: float, most: int) -> None:
+    """Of 100 pairs, of which an interval of 95 % allows about 5."""
+
+    def series(seed: int) -> list[float]:
+        draw, value, found = random.Random(seed), 0.0, list[float]()
+        for _ in range(150):
+            value = correlation * value + draw.gauss(0, 1)
+            found.append(value)
+        return found
+
+    pairs = [_difference(series(2 * i), series(2 * i + 1)) for i in range(100)]
+    assert sum(bool(found and found["differs"]) for found in pairs) <= most
+    shifted = [_difference(series(2 * i), [v + 6 for v in series(2 * i + 1)]) for i in range(20)]
+    assert sum(bool(found and found["differs"]) for found in shifted) >= 18
+
+
+def test_a_run_is_watched_until_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir, again = tmp_path / "run", threading.Event()
+    with RunFolder(run_dir, 0) as run:
+        run.write_json("run.json", {"experiment": HOSTILE, "total_steps": 3})
+        run.metrics(1, "train", {"reward/mean_score": 0.25})
+        run.event("warning", HOSTILE)
+        assert any("0.250" in line for line in printed(capsys, "watch", run_dir, "--once"))
+
+        def go_on() -> None:
+            run.metrics(2, "val", {"val_correct/all/mean": 0.5})
+            run.metrics(2, "train", {"reward/mean_score": 0.75})
+            run.event("end", "the run finished", status="finished")
+            again.set()
+
+        threading.Timer(0.2, go_on).start()
+        lines = printed(capsys, "watch", run_dir)
+        assert again.wait(10)
+    text = "\n".join(lines)
+    assert "step 2/3  accuracy 0.500" in text and "step 2/3  reward  0.750" in text, text
+    assert f"warning: {SHOWN}" in text and "\x1b" not in text
