@@ -38,6 +38,10 @@ def test_a_command_that_is_none_or_not_whole_exits_2(
     assert (status, out) == (2, "") and err.startswith("usage: distflow")
 
 
+def test_only_what_is_missing_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "train")[2].endswith("the following arguments are required: PRESET|FILE\n")
+
+
 def test_an_unknown_command_is_answered_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     _, _, err = run(capsys, "trian", "grpo")
     assert all(

@@ -117,6 +117,7 @@ def test_eval_counts_the_same(ground: Playground, capsys: pytest.CaptureFixture[
         and "1" in out.partition("val_correct/all/mean")[2][:12]
     )
     assert "validation data: " in out and "train data: " not in out, "the rows are named as what they are"
+    assert "advantages" not in out, "nothing is trained"
 
 
 @pytest.mark.slow

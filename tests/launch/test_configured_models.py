@@ -44,3 +44,17 @@ def test_what_a_model_limits_is_known_without_its_weights(family: str, said: str
     limits = policy_limits(load_config("grpo", [f"{MODEL}.path={tmp_path}"], complete=False).config)
     assert limits.context == 64
     assert limits.not_embedded is None if said is None else str(limits.not_embedded).startswith(said)
+
+
+def test_layers_of_an_adapter_are_looked_for_without_weights(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+
+    def limits(targets: str) -> None:
+        keys = [f"{MODEL}.path={tmp_path}", f"{MODEL}.lora_rank=2", f"{MODEL}.target_modules={targets}"]
+        policy_limits(load_config("grpo", keys, complete=False).config)
+
+    limits("[q_proj]")
+    limits("all-linear")
+    with pytest.raises(UserError, match=rf"^{MODEL}\.target_modules: 'c_attn' matches no layer of the model"):
+        limits("[q_proj,c_attn]")

@@ -23,8 +23,10 @@ def add_preset_arguments(
 ) -> None:
     """default: the preset if none is named; without a default, one is required. what: describes what can be named."""
     nargs = "?" if default is not None else None
-    parser.add_argument("preset", nargs=nargs, default=default, help=what)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra's override syntax")
+    parser.add_argument("preset", nargs=nargs, default=default, metavar="PRESET|FILE", help=what)
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="keys of the config: docs/config.md"
+    )
 
 
 def add_trust_argument(parser: argparse.ArgumentParser, which: str) -> None:

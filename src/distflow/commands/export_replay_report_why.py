@@ -66,8 +66,8 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", help="the run's folder")
-    parser.add_argument("steps", nargs="?", metavar="STEPS", help="such as 12 or 10-14; default: the last steps")
-    parser.add_argument("--to", metavar="FILE", help="default: trace.json in the run's folder")
+    parser.add_argument("steps", nargs="?", metavar="STEPS", help="such as 12 or 10-14; default: the last five")
+    parser.add_argument("--to", metavar="FILE", help="file to write; default: trace.json in the run's folder")
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
@@ -87,7 +87,7 @@ _short = partial(escape_control, limit=MAX_TEXT, one_line=True)
 
 def add_why_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_argument(parser)
-    parser.add_argument("step", metavar="STEP", type=int, help="counted from 1, like the files in samples/")
+    parser.add_argument("step", metavar="STEP", type=int, help="number of the step, counted from 1")
 
 
 def run_why(arguments: argparse.Namespace) -> int:

@@ -32,17 +32,21 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", metavar="NAME", help="h100, a100, cpu, ... (default: what this machine has)")
     parser.add_argument("--devices", type=_count, metavar="N", help="devices of the run, 8 on each machine")
-    parser.add_argument("--prompt-tokens", type=float, metavar="MEAN", help="default: half of data.max_prompt_length")
     parser.add_argument(
-        "--response-tokens", type=float, metavar="MEAN", help="default: half of data.max_response_length"
+        "--prompt-tokens", type=float, metavar="MEAN", help="mean length of prompts (half of data.max_prompt_length)"
     )
     parser.add_argument(
-        "--lengths", metavar="SPREAD", help="of responses: lognormal:SIGMA, TOKENS:SHARE,..., or a file of numbers"
+        "--response-tokens", type=float, metavar="MEAN", help="of responses (half of data.max_response_length)"
+    )
+    parser.add_argument(
+        "--lengths", metavar="SPREAD", help="lengths of responses: lognormal:SIGMA, TOKENS:SHARE,..., or a file"
     )
     parser.add_argument("--simulate", type=_steps, metavar="STEPS", help="simulate the first steps with the scheduler")
-    for name, what in (("reward", "a group's scoring"), ("tool", "a response's tools")):
-        parser.add_argument(f"--{name}-seconds", type=_seconds, default=0.0, metavar="MEAN", help=f"of {what}")
-    parser.add_argument("--mtbf-hours", type=_seconds, default=0.0, metavar="MEAN", help="between failures of a device")
+    for name, what in (("reward", "to score a group"), ("tool", "for a response's tools")):
+        parser.add_argument(f"--{name}-seconds", type=_seconds, default=0.0, metavar="MEAN", help=f"mean time {what}")
+    parser.add_argument(
+        "--mtbf-hours", type=_seconds, default=0.0, metavar="MEAN", help="mean time between failures of a device"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the time line and memory bars")
 

@@ -135,7 +135,7 @@ def _load_runs(arguments: argparse.Namespace, base: str, say: Callable[[str], No
         raise UserError("--resume takes the checkpoint of one policy: write dag.policy=NAME too")
     if policies and loaded.config.trainer.launcher == "slurm":
         raise UserError(
-            f"trainer.launcher=slurm: a job trains one policy: submit one for each, by dag.policy={'|'.join(policies)}"
+            f"trainer.launcher=slurm: a job trains one policy: submit one for each of dag.policy={'|'.join(policies)}"
         )
     return [load_own([*overrides, *own]) for own in policies.values()] or [loaded]
 

@@ -29,7 +29,7 @@ from distflow.models.loading import (
     load_model,
     load_tokenizer,
 )
-from distflow.models.lora import add_lora
+from distflow.models.lora import add_lora, check_targets, require_peft
 from distflow.models.paths import BUILTIN_FOLDER, BUILTIN_PREFIX, resolve_path
 from distflow.models.sharding import Sharding, check_divisible, shard_model
 from distflow.planning.independent_parts import parse_size
@@ -75,12 +75,20 @@ def builtin_models() -> Iterator[tuple[str, dict[str, Any], bool]]:
 
 def policy_limits(config: Config) -> RunLimits:
     """What the model's config limits; loads no weights. Raises UserError as `load_policy` does."""
-    source = policy_source(config)
+    source, settings = policy_source(config), config.actor_rollout_ref.model
     with blaming("actor_rollout_ref.model.path"):
         model = ModelSource(**source).config().get_text_config()
         reads_images = has_image_processor(resolve_path(source["path"]), source["revision"])
         why = why_not_embedded(model) or ("it reads images" if reads_images else None)
-        return RunLimits(context=context_length(**source), not_embedded=why)
+        limits = RunLimits(context=context_length(**source), not_embedded=why)
+        is_plain = not reads_images and type(model) in AutoModelForCausalLM._model_mapping
+    if settings.lora_rank:
+        with blaming("actor_rollout_ref.model.lora_rank"):
+            require_peft()
+    if settings.lora_rank and settings.target_modules != "all-linear" and is_plain:
+        with blaming("actor_rollout_ref.model.target_modules"):
+            check_targets(_without_weights(source), settings.target_modules)
+    return limits
 
 
 def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
@@ -96,21 +104,20 @@ def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
     for role in (role for role in models if role not in said):
         key, source = source_of(config, role)
         with blaming(key):
-            sizes[role] = _count_parameters(source)
+            sizes[role] = int(_without_weights(source).num_parameters())
     return sizes
 
 
-def _count_parameters(source: Source) -> int:
-    """The parameters of the language model, which takes no memory here. Raises UserError if it is not one."""
+def _without_weights(source: Source) -> PreTrainedModel:
+    """The language model, which takes no memory here. Raises UserError if it is not one."""
     config = ModelSource(**source).config().get_text_config()
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=source["trust_remote_code"])
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=source["trust_remote_code"])
     except ValueError as err:
         raise UserError(
             f"transformers has no language model '{config.model_type}': set its size, e.g. dag.model_sizes.actor=7B"
         ) from err
-    return int(model.num_parameters())
 
 
 def source_of(config: Config, role: str) -> tuple[str, Source]:

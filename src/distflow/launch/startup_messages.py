@@ -67,7 +67,7 @@ def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]
     if reading.unused:
         yield f"not used by the pipeline '{reading.pipeline.graph_id}': {', '.join(reading.unused)}"
     yield from _notes(loaded, reading, data)
-    if is_rl(config):
+    if is_rl(config) and not only_validates:
         node = next((node for node in reading.pipeline.nodes if node.node_role is NodeRole.ADVANTAGE), None)
         for domain, algorithm in algorithms(config):
             of = "" if domain is None else f" of '{domain}'"

@@ -89,7 +89,7 @@ def _try_loss(objective: PolicyObjective, key: str) -> str | None:
         raise UserError(f"{key}: policy loss '{name}' gives {what}")
     changes = gradients[0] - gradients[1]
     if not changes.any() and "advantages" in inspect.signature(objective.policy_loss.fn).parameters:
-        return f"the loss '{name}' does not depend on advantages, which it takes"
+        return f"the loss '{name}' takes advantages, but does not depend on them"
     if (changes * batch.pad(advantages, Axis.RESPONSE))[tokens].gt(0).all():
         what = "it is minimised, and would lower the probability of tokens with positive advantages and raise others"
         return f"the loss '{name}' seems to have its sign reversed: {what}"

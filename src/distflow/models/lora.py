@@ -1,7 +1,9 @@
 """Low-rank adapters through `peft` (LoRA, Hu et al. 2021, arXiv 2106.09685), which is imported on demand."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +32,12 @@ def add_lora(
     head), or names of modules. The adapter's weights are float32 and depend only on `seed`. Raises UserError if `peft`
     is not installed or no module has such a name.
     """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise UserError("lora_rank > 0 needs the extra: pip install 'distflow[lora]'") from error
+    require_peft()
+    if target_modules != "all-linear":
+        check_targets(model, target_modules)
+    from peft import LoraConfig, get_peft_model
+
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
-    modules = dict(model.named_modules())
-    linear = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, nn.Linear)}
-    for target in targets if isinstance(targets, list) else ():
-        if not any(name == target or name.endswith(f".{target}") for name in modules):
-            raise UserError(f"target_modules: '{target}' matches no layer of the model{hint(target, linear)}")
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -49,10 +47,28 @@ def add_lora(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        return get_peft_model(model, config)
+
+
+def require_peft() -> None:
+    """Raises UserError if `peft` is not installed."""
+    if find_spec("peft") is None:
+        raise UserError("lora_rank > 0 needs the extra: pip install 'distflow[lora]'")
+
+
+def check_targets(model: nn.Module, target_modules: str | Sequence[str]) -> None:
+    """Raises UserError for a target that matches no layer. The model needs no weights."""
+    modules = dict(model.named_modules())
+    linear = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, nn.Linear)}
+    is_pattern = isinstance(target_modules, str)
+    for target in [target_modules] if isinstance(target_modules, str) else target_modules:
         try:
-            return get_peft_model(model, config)
-        except ValueError as error:
-            raise UserError(f"target_modules={target_modules!r} matches no layer of the model: {error}") from error
+            pattern = re.compile(target if is_pattern else rf"(.*\.)?{re.escape(target)}")
+        except re.error as error:
+            raise UserError(f"'{target}' is not a regular expression ({error})") from error
+        if not any(map(pattern.fullmatch, modules)):
+            advice = f"; for all layers of that name write [{target}]" if target in linear else hint(target, linear)
+            raise UserError(f"'{target}' matches no layer of the model{advice}")
 
 
 def base_of_adapter(folder: str) -> str | None:

@@ -7,6 +7,7 @@ import pytest
 from distflow.commands.migration.conversion import compose, convert
 from distflow.commands.migration.read_files import read_foreign
 from distflow.config import flatten
+from distflow.config.keys.reward import RewardPart
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 CORRECTION, LR = "algorithm.rollout_correction", f"{ACTOR}.optim.lr"
@@ -94,6 +95,16 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
             **{"reward.overlong.buffer_tokens": 16, f"{ACTOR}.kl_loss_coef": 0.1, f"{MODEL}.path": "m"},
         },
         ("reward_funcs: it is computed: f(1)",),
+    ),
+    "a function of TRL": (
+        "py",
+        "from trl.rewards import think_format_reward\n" + START + "rows = load_dataset('a/b', split='train[:5%]')\n"
+        "GRPOTrainer('m', [think_format_reward], GRPOConfig(), rows)\n",
+        {"reward.functions": {"default": (RewardPart("trl.rewards:think_format_reward"),)}},
+        (
+            "think_format_reward is a function of TRL, which must be installed",
+            "data.val_max_samples take the first rows",
+        ),
     ),
     "arguments of a trainer by their places": (
         "py",

@@ -23,7 +23,7 @@ from distflow.config.compose.values import nested
 from distflow.config.derived_settings import train_files
 from distflow.config.keys.schema import flatten, schema_keys
 from distflow.config.migration import tables
-from distflow.errors import ConfigError, UserError
+from distflow.errors import ConfigError, UserError, count_of
 
 _PRESETS = {
     **{("verl", "grpo"): "verl_grpo", ("verl", "ppo"): "verl_ppo"},
@@ -69,7 +69,7 @@ def _allocation(expression: str, devices: int) -> str | None:
     apart = [re.split(r"[:.]", part.partition("|")[0])[-1] for part in expression.split("+")]
     wanted = sum(math.prod(map(int, re.findall(r"[a-z](\d+)", sizes))) for sizes in apart)
     if wanted != devices:
-        raise ValueError(f"{expression} is for {wanted} devices, and there are {devices}")
+        raise ValueError(f"{expression} is for {count_of(wanted, 'device')}; the number of devices is {devices}")
     if re.search(r"[:.\d][pce]([2-9]|1\d)", expression):
         raise ValueError(f"{expression} has pipeline, context or expert parallelism, which is not implemented yet")
     return expression if len(apart) > 1 else None

@@ -44,7 +44,9 @@ def read_script(text: str, arguments: Mapping[str, object], devices: int | None)
     try:
         script.read_file(ast.parse(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UserError(f"it is not a valid Python script: {error}") from error
+        raise UserError(
+            f"it is not a valid Python script: {str(error).replace('(<unknown>, line', '(line')}"
+        ) from error
     if not script.trainers:
         raise UserError("it does not call a trainer of TRL (GRPOTrainer, SFTTrainer, ...)")
     kind, line, made = script.trainers[-1]
@@ -219,7 +221,9 @@ def _rows(values: list[object], named: Mapping[str, object]) -> object:
     if not isinstance(path, str) or isinstance(split, list):
         return [_rows([path, config], {"split": each}) for each in split] if isinstance(split, list) else path
     part, bracket, _ = str("" if isinstance(split, Unread) else split or "").partition("[")
-    changes = (f"the split {split}: data.train_max_samples takes the first rows",) if bracket else ()
+    changes = (
+        (f"the split {split}: data.train_max_samples and data.val_max_samples take the first rows",) if bracket else ()
+    )
     config = config if isinstance(config, str) else ""
     return Rows(f"{path}:{config}:{part}" if part else f"{path}:{config}" if config else path, changes)
 
@@ -260,5 +264,8 @@ def _as_reward(value: object, remarks: list[str]) -> object:
         return {"name": "model", "options": {"path": str(value)}}
     if value.name == "accuracy_reward" and value.module.startswith("trl"):
         return "math"
+    if value.module.startswith("trl."):
+        remarks.append(f"reward_funcs: {value.name} is a function of TRL, which must be installed")
+        return f"{value.module}:{value.name}"
     remarks.append(f"reward_funcs: put {value.name} into {_REWARDS} unchanged; data.answer_key names its ground truth")
     return f"{_REWARDS}:{value.name}"

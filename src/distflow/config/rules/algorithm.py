@@ -263,7 +263,7 @@ def rewards_of_agents(config: Config) -> Iterator[Finding]:
     if scoring_models(config.reward_model):
         yield Finding((key, "reward_model.models"), "a model scores episodes, not agents", f"set {key}=shared")
     if estimator and estimator.reads_parts:
-        what = f"{config.algorithm.adv_estimator} reads the parts of the reward, which are of episodes"
+        what = f"{config.algorithm.adv_estimator} reads the parts of the reward, which no agent has"
         yield Finding((key, _ESTIMATOR), what, f"set {_ESTIMATOR}=grpo")
 
 
