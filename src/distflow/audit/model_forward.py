@@ -25,11 +25,13 @@ MAX_DOUBLES = 2**24
 
 
 class Ids(NamedTuple):
-    """A prompt and its response. images: of the prompt, see `data/images.py`."""
+    """A prompt and its response. images: of the prompt, see `data/images.py`. given: tokens before the first drawn one,
+    if the response begins with given ones."""
 
     prompt: Sequence[int]
     response: Sequence[int]
     images: Sequence[str] = ()
+    given: int = 0
 
 
 Run = Callable[..., Any]
@@ -100,7 +102,7 @@ def logits_of(run: Run, model: nn.Module, sequences: Sequence[Ids]) -> Iterator[
             "use_cache": False,
         }
         if images := part[0].images:
-            inputs |= sequence_inputs(model, inputs.pop("input_ids"), len(part[0].prompt), images)
+            inputs |= sequence_inputs(model, inputs.pop("input_ids"), part[0].given or len(part[0].prompt), (images,))
         logits = run(model, **inputs).logits
         for row, each in zip(logits, part, strict=True):
             yield row[len(each.prompt) - 1 : len(each.prompt) + len(each.response) - 1].float()

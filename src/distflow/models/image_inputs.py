@@ -159,38 +159,40 @@ def image_positions(model: nn.Module, input_ids: Tensor, lengths: Tensor, images
 
 
 def own_inputs(
-    model: nn.Module, input_ids: Tensor, paths: Sequence[str], rows: int = 1, num_prompt: int | None = None
+    model: nn.Module, input_ids: Tensor, images: Sequence[Sequence[str]], num_prompt: int | None = None
 ) -> dict[str, Tensor]:
-    """Arguments of the model's own forward for a prompt `(tokens,)` with its images, or for `rows` equal ones.
+    """Arguments of the model's own forward for prompts `(rows, tokens)` with the images of each, as many in every row.
 
-    num_prompt: the tokens of the prompt, if a response follows.
+    num_prompt: the tokens of the prompts, if responses follow.
     """
     processor, device = images_of(unwrapped(model)), input_ids.device
     assert processor is not None, "only prompts for models of images have images"
     kinds = (input_ids == processor.token_id).int()
-    kinds[len(kinds) if num_prompt is None else num_prompt :] = 0
-    given = {**processor.inputs(paths), "mm_token_type_ids": kinds[None], "token_type_ids": kinds[None]}
-    accepted = _accepted(unwrapped(model).forward, given)
-    return {name: send(torch.cat([value] * rows), device) for name, value in accepted.items()}
+    kinds[:, kinds.shape[1] if num_prompt is None else num_prompt :] = 0
+    inputs = processor.inputs([path for paths in images for path in paths])
+    accepted = _accepted(unwrapped(model).forward, {**inputs, "mm_token_type_ids": kinds, "token_type_ids": kinds})
+    return {name: send(value, device) for name, value in accepted.items()}
 
 
-def sequence_inputs(model: nn.Module, input_ids: Tensor, num_prompt: int, paths: Sequence[str]) -> dict[str, Tensor]:
-    """Arguments of the model's own forward for prompts `(rows, tokens)` of `num_prompt` tokens with the same images,
-    and a response each.
+def sequence_inputs(
+    model: nn.Module, input_ids: Tensor, num_prompt: int, images: Sequence[Sequence[str]]
+) -> dict[str, Tensor]:
+    """Arguments of the model's own forward for prompts `(rows, tokens)` of `num_prompt` tokens with the images of each,
+    as many in every row, and a response each.
 
     If a response has the placeholder of an image, which the model would take for one, the tokens are embedded here.
     """
     processor, (rows, length) = images_of(unwrapped(model)), input_ids.shape
     assert processor is not None, "only prompts for models of images have images"
     if not bool((input_ids[:, num_prompt:] == processor.token_id).any()):
-        return {"input_ids": input_ids, **own_inputs(model, input_ids[0], paths, rows, num_prompt)}
+        return {"input_ids": input_ids, **own_inputs(model, input_ids, images, num_prompt)}
     is_image = input_ids == processor.token_id
     is_image[:, num_prompt:] = False
     ids, places = input_ids.reshape(-1), is_image.reshape(-1).nonzero()[:, 0]
-    inputs = {name: torch.cat([value] * rows) for name, value in processor.inputs(paths).items()}
-    images = ImageInputs(inputs, places, (len(paths),) * rows).to(input_ids.device)
-    found = {"inputs_embeds": embeddings(model, ids, images).view(rows, length, -1)}
-    positions = image_positions(model, ids, torch.full((rows,), length), images)
+    tensors = processor.inputs([path for paths in images for path in paths])
+    inputs = ImageInputs(tensors, places, tuple(map(len, images))).to(input_ids.device)
+    found = {"inputs_embeds": embeddings(model, ids, inputs).view(rows, length, -1)}
+    positions = image_positions(model, ids, torch.full((rows,), length), inputs)
     return found if positions is None else {**found, "position_ids": positions.view(3, rows, length)}
 
 
@@ -217,7 +219,7 @@ def image_error(model: nn.Module) -> tuple[float, list[str]]:
         theirs = []
         with torch.no_grad():
             for each, own in zip(ids, (paths[:1], (), paths[1:]), strict=True):
-                extra = own_inputs(model, each, own) if own else {}
+                extra = own_inputs(model, each[None], (own,)) if own else {}
                 theirs.append(model(input_ids=each[None], use_cache=False, **extra).logits[0])
     error = float((ours.detach() - torch.cat(theirs)).abs().max() / torch.cat(theirs).abs().max())
     named = [(name, weight) for name, weight in causal.named_parameters() if weight.requires_grad]

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -29,13 +29,26 @@ from distflow.scheduling.group_states import Version
 
 T = TypeVar("T")
 
+_MOST_ROWS = 512
+"""Of one call of `generate` for several prompts."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """A request, whether it was cancelled, and where its result goes."""
+
+    request: GenerateRequest
+    cancelled: threading.Event
+    result: "asyncio.Future[GenerateResult]"
+
 
 class HFEngine(AbstractAsyncContextManager["HFEngine"]):
     """A `RolloutEngine` with transformers' forward, cache, penalties and truncations.
 
-    Requests run one after another, each as one call of `generate`; log-probs come from a plain forward over the
-    finished sequences. Only the draw is ours, as the last logits processor: one counter-based uniform number per token,
-    the same as in the embedded engine, so both draw the same tokens up to rounding.
+    Requests run one after another, each as one call of `generate`; those with images that arrive together, and have
+    prompts of one length, share a call. Log-probs come from a plain forward over the finished sequences. Only the draw
+    is ours, as the last logits processor: one counter-based uniform number per token, the same as in the embedded
+    engine, so both draw the same tokens up to rounding.
     """
 
     def __init__(
@@ -53,6 +66,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         self.tokenizer = tokenizer
         self._weights = EngineWeights(model, shares_weights)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-rollout")
+        self._asked: list[_Asked] = []
         self._open = asyncio.Event()
         self._open.set()
 
@@ -68,16 +82,23 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         sizes = (config.vocab_size, getattr(config, "max_position_embeddings", None))
         check_request(request.prompt_ids, request.samples, request.params, *sizes)
         await self._open.wait()
-        cancelled = threading.Event()
+        loop = asyncio.get_running_loop()
+        asked = _Asked(request, threading.Event(), loop.create_future())
+        self._asked.append(asked)
+        if request.images:
+            loop.call_soon(self._start)  # after others that wait for the same event
+        else:
+            self._start()
         try:
-            return await self._call(partial(self._generate, request, cancelled))
+            return await asked.result
         except asyncio.CancelledError:
-            cancelled.set()
+            asked.cancelled.set()
             raise
 
     async def pause(self, release: bool = False) -> None:
         """Wait for running requests, since transformers' loop cannot be halted. They leave no KV to release."""
         self._open.clear()
+        self._start()
         await self._call(self._weights.release if release else lambda: None)
 
     async def resume(self) -> None:
@@ -94,16 +115,32 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
     async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
+    def _start(self) -> None:
+        """Queue the waiting requests, those that can share a call together."""
+        asked, self._asked, parts = self._asked, [], dict[object, list[list[_Asked]]]()
+        for each in sorted(asked, key=lambda each: (str(each.request.stream), each.request.samples)):
+            own = each.request
+            alike = (len(own.prompt_ids), len(own.images), own.params) if own.images else each
+            calls = parts.setdefault(alike, [[]])
+            if sum(len(other.request.samples) for other in calls[-1]) + len(own.samples) > _MOST_ROWS:
+                calls.append([])
+            calls[-1].append(each)
+        for call in (call for calls in parts.values() for call in calls if call):
+            made = asyncio.get_running_loop().run_in_executor(self._worker, self._generate, call)
+            made.add_done_callback(partial(_answer, call))
+
     @torch.no_grad()
-    def _generate(self, request: GenerateRequest, cancelled: threading.Event) -> GenerateResult:
+    def _generate(self, asked: Sequence[_Asked]) -> list[GenerateResult]:
+        """The results of requests with prompts of one length, the same parameters, and as many images."""
         self._weights.check_whole()
         self._model.eval()
-        params, num_samples = request.params, len(request.samples)
-        prompt = torch.tensor([request.prompt_ids] * num_samples, device=self._model.device)
-        keys = [sample_key(request.stream, sample) for sample in request.samples]
-        draw = _Draw(keys, request.num_drawn, params.greedy)
-        stop = _Stop(self, len(request.prompt_ids), params, cancelled)
-        images = own_inputs(self._model, prompt[0], request.images, num_samples) if request.images else {}
+        rows = [(each.request, sample) for each in asked for sample in each.request.samples]
+        params, images = rows[0][0].params, [own.images for own, _ in rows]
+        prompt = torch.tensor([own.prompt_ids for own, _ in rows], device=self._model.device)
+        keys, drawn = [sample_key(own.stream, sample) for own, sample in rows], [own.num_drawn for own, _ in rows]
+        draw = _Draw(keys, drawn, params.greedy)
+        length = prompt.shape[1]
+        stop = _Stop(self, length, params, [each.cancelled for each in asked for _ in each.request.samples])
         ids = self._model.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
@@ -115,33 +152,43 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
             pad_token_id=0,
             logits_processor=transformers.LogitsProcessorList([*_warpers(params), draw]),
             stopping_criteria=transformers.StoppingCriteriaList([stop]),
-            **images,
+            **(own_inputs(self._model, prompt, images) if images[0] else {}),
         )
-        if cancelled.is_set():
-            raise asyncio.CancelledError
+        if all(each.cancelled.is_set() for each in asked):
+            return []
         # From a forward without cache, `(samples, response_length)`; entries after a stop token are meaningless.
-        length = prompt.shape[1]
-        inputs = {"input_ids": ids}
-        if request.images:
-            inputs = sequence_inputs(self._model, ids, length, request.images)
+        inputs = sequence_inputs(self._model, ids, length, images) if images[0] else {"input_ids": ids}
         logits = self._model(**inputs, use_cache=False).logits[:, length - 1 : -1].float()
         policy = (logits / params.temperature).log_softmax(dim=-1)
-        log_probs = policy.gather(-1, ids[:, prompt.shape[1] :, None]).squeeze(-1)
+        log_probs = policy.gather(-1, ids[:, length:, None]).squeeze(-1)
         generations = []
-        for row, sample in enumerate(request.samples):
-            assert row in stop.ends, "transformers stopped where we would not have"
-            length, reason = stop.ends[row]
-            response = ids[row, prompt.shape[1] :].tolist()[:length]
-            sampling = [step[row] for step in draw.log_probs[:length]]
-            versions = [self.version.step] * length
-            rollout = log_probs[row, :length].tolist()
+        for row, (_, sample) in enumerate(rows):
+            number, reason = stop.ends.get(row, (0, "abort"))  # of a cancelled request
+            response = ids[row, length : length + number].tolist()
+            sampling = [step[row] for step in draw.log_probs[:number]]
+            rollout = log_probs[row, :number].tolist()
+            versions = [self.version.step] * number
             generations.append(Generation(sample, response, rollout, sampling, versions, reason))
-        return GenerateResult(tuple(generations))
+        left = iter(generations)
+        return [GenerateResult(tuple(next(left) for _ in each.request.samples)) for each in asked]
 
     def _load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         receipt = self._weights.load(self.version, version, weights)
         self.version = version
         return receipt
+
+
+def _answer(asked: Sequence[_Asked], made: "asyncio.Future[list[GenerateResult]]") -> None:
+    """Give each request its result, or what the call raised."""
+    for number, each in enumerate(asked):
+        if each.result.done():  # cancelled
+            continue
+        if made.cancelled():  # the engine has ended
+            each.result.cancel()
+        elif (error := made.exception()) is not None:
+            each.result.set_exception(error)
+        else:
+            each.result.set_result(made.result()[number])
 
 
 def _warpers(params: SamplingParams) -> list[transformers.LogitsProcessor]:
@@ -164,12 +211,12 @@ class _Draw(transformers.LogitsProcessor):
     """Chooses one token per row by its uniform number, and masks the rest. log_probs: of each step, one per row."""
 
     keys: list[int]
-    num_drawn: int
+    num_drawn: list[int]
     greedy: bool
     log_probs: list[list[float]] = field(default_factory=list)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        position = np.full(len(self.keys), self.num_drawn + len(self.log_probs), dtype=np.int64)
+        position = np.array(self.num_drawn, dtype=np.int64) + len(self.log_probs)
         uniform = torch.from_numpy(uniforms(np.array(self.keys, dtype=np.uint64), position)).to(scores.device)
         probs = scores.double().softmax(dim=-1)
         cumulative = probs.cumsum(dim=-1)
@@ -188,7 +235,7 @@ class _Stop(transformers.StoppingCriteria):
     engine: HFEngine
     prompt_length: int
     params: SamplingParams
-    cancelled: threading.Event
+    cancelled: list[threading.Event]
     ends: dict[int, tuple[int, FinishReason]] = field(default_factory=dict)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
@@ -196,5 +243,5 @@ class _Stop(transformers.StoppingCriteria):
         for row, response in enumerate(input_ids[:, self.prompt_length :].tolist()):
             if row not in self.ends and (reason := finish_reason(response, self.params, self.engine.tokenizer)):
                 self.ends[row] = len(response), reason
-        done = [self.cancelled.is_set() or row in self.ends for row in range(len(input_ids))]
+        done = [self.cancelled[row].is_set() or row in self.ends for row in range(len(input_ids))]
         return torch.tensor(done, device=input_ids.device)
