@@ -1,5 +1,5 @@
 """Worker processes that hold the simulators of a run's episodes. A worker executes one chunk of one episode at a time;
-one that dies or is overdue is replaced, and its episodes fail."""
+one that dies or is overdue is replaced, the episode that caused it fails, and its others are played again."""
 
 import asyncio
 import itertools
@@ -9,10 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from distflow.data.episode_event_hook import on_event
 from distflow.environments.simulators import protocol
 from distflow.environments.simulators.protocol import Observation, from_json
 from distflow.environments.user_process import CallFailed, ProcessEnded, ProcessServer, UserProcess
 from distflow.errors import UserError
+
+_MOST_REPLAYS = 3
+"""Of an episode whose workers are lost to others."""
 
 
 @dataclass(eq=False)
@@ -34,6 +38,7 @@ class SimulatorPool:
         self.close = self._server.close
         self._num_workers, self._timeout_s = num_workers, timeout_s
         self._workers, self._keys = list[_Worker](), itertools.count()
+        self.new_key = lambda: str(next(self._keys))
         self._loop: asyncio.AbstractEventLoop | None = None
         self.num_replaced = 0
         with ThreadPoolExecutor(1) as thread:  # the caller's thread may run a loop
@@ -44,33 +49,34 @@ class SimulatorPool:
 
     async def begin(self, seed: int, options: Mapping[str, Any]) -> "Episode":
         """Begin an episode in the worker that has the fewest. Raises CallFailed."""
+        episode = Episode(self, self.free_worker(), {"seed": seed, "options": dict(options)})
+        try:
+            await episode.begin()
+        except (CallFailed, asyncio.CancelledError):
+            episode.leave()
+            raise
+        return episode
+
+    def free_worker(self) -> _Worker:
+        """The worker that has the fewest episodes; a lost one is replaced."""
         if self._loop is not (loop := asyncio.get_running_loop()):
             self._loop, self._workers = loop, [_Worker() for _ in range(self._num_workers)]
         number = min(range(self._num_workers), key=lambda number: self._workers[number].num_episodes)
         if self._workers[number].is_gone:
             self._workers[number] = _Worker()
             self.num_replaced += 1
-        episode = Episode(self, self._workers[number], str(next(self._keys)))
-        try:
-            episode.seen = from_json(await episode.call("begin", seed=seed, options=dict(options)))
-        except (CallFailed, asyncio.CancelledError):
-            episode.leave()
-            raise
-        return episode
+        return self._workers[number]
 
     async def call(self, worker: _Worker, method: str, **arguments: Any) -> Any:
-        """The result of the host's method. Raises CallFailed, ProcessEnded."""
+        """The result of the host's method. Raises CallFailed, ProcessEnded, WorkerLost."""
         async with worker.lock:
             if worker.is_gone:
-                raise ProcessEnded("its worker was replaced, because the simulator of another episode died or hung")
+                raise WorkerLost("its worker was replaced, because the simulator of another episode died or hung")
             if worker.process is None:
-                worker.process = await self._server.fork("simulator", next(self._keys))
+                worker.process = await self._server.fork("simulator")
             try:
                 return await worker.process.call(method, self._timeout_s, **arguments)
-            except ProcessEnded:
-                worker.is_gone, worker.num_episodes = True, 0
-                raise
-            except asyncio.CancelledError:  # its answer would be taken for the next call's
+            except (ProcessEnded, asyncio.CancelledError):  # the answer to a cancelled call would be taken for the next
                 worker.is_gone, worker.num_episodes = True, 0
                 worker.process.close()
                 raise
@@ -88,31 +94,71 @@ class SimulatorPool:
         return f"{why} ({differing} differs)" if differing else ""
 
 
+class WorkerLost(ProcessEnded):
+    """Another episode has ended the worker."""
+
+
 class Episode:
-    """An episode in a worker. seen: its last observation."""
+    """An episode in a worker. If another one ends the worker, this one is played again in a new worker, up to where it
+    was. seen: its last observation."""
 
-    def __init__(self, pool: SimulatorPool, worker: _Worker, key: str) -> None:
-        self._pool, self._worker, self._key = pool, worker, key
+    def __init__(self, pool: SimulatorPool, worker: _Worker, start: Mapping[str, Any]) -> None:
+        self._pool, self._start, self._chunks = pool, start, list[list[list[float]]]()
         self.seen = Observation()
-        worker.num_episodes += 1
+        self._last: Any = None
         self._has_left = False
+        self._join(worker)
 
-    async def call(self, method: str, **arguments: Any) -> Any:
-        return await self._pool.call(self._worker, method, key=self._key, **arguments)
+    async def begin(self) -> None:
+        """Raises CallFailed."""
+        self._last = await self._call("begin", **self._start)
+        self.seen = from_json(self._last)
 
     async def step(self, actions: Sequence[Sequence[float]]) -> dict[str, Any]:
         """`ChunkResult` by name. Raises CallFailed."""
-        result: dict[str, Any] = await self.call("act", actions=[[*map(float, action)] for action in actions])
-        self.seen = from_json(result["observation"])
+        chunk = [[*map(float, action)] for action in actions]
+        result: dict[str, Any] = await self._call("act", actions=chunk)
+        self._chunks.append(chunk)
+        self._last = result["observation"]
+        self.seen = from_json(self._last)
         return result
 
     async def close(self) -> None:
         """Return the simulator."""
         self.leave()
         with suppress(CallFailed):
-            await self.call("end")
+            await self._pool.call(self._worker, "end", key=self._key)
 
     def leave(self) -> None:
         if not self._has_left and not self._worker.is_gone:
             self._worker.num_episodes -= 1
         self._has_left = True
+
+    def _join(self, worker: _Worker) -> None:
+        self._worker, self._key, self._has_left = worker, self._pool.new_key(), False
+        worker.num_episodes += 1
+
+    async def _call(self, method: str, **arguments: Any) -> Any:
+        for _ in range(_MOST_REPLAYS):
+            try:
+                return await self._pool.call(self._worker, method, key=self._key, **arguments)
+            except WorkerLost:
+                await self._replay()
+        return await self._pool.call(self._worker, method, key=self._key, **arguments)
+
+    async def _replay(self) -> None:
+        """Raises CallFailed if it does not end in the same state."""
+        self._join(self._pool.free_worker())
+        if self._last is None:  # it has not begun
+            return
+        note = on_event.set(None)  # the episode has had these calls
+        try:
+            seen = await self._pool.call(self._worker, "begin", key=self._key, **self._start)
+            for chunk in self._chunks:
+                seen = (await self._pool.call(self._worker, "act", key=self._key, actions=chunk))["observation"]
+        except WorkerLost:  # the next attempt begins anew
+            return
+        finally:
+            on_event.reset(note)
+        if seen != self._last:
+            raise CallFailed("its worker was lost, and the same actions lead to another state in a new one")
