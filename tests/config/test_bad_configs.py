@@ -336,7 +336,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "reward_model.enable",
         ("reward_model.model.path enables a reward model",),
     ),
-    "embodied": ("grpo", ["algorithm.workflow_type=EMBODIED"], "algorithm.workflow_type", ("not implemented yet",)),
+    "embodied": (
+        "grpo",
+        ["algorithm.workflow_type=EMBODIED"],
+        "algorithm.workflow_type",
+        ("selects the pipeline embodied_srpo",),
+    ),
     "apportioning": ("grpo", ["dag.apportion_strategy=even"], "dag.apportion_strategy", ("launcher=ray",)),
     "apportioning misspelt": (
         "grpo",

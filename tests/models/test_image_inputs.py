@@ -53,7 +53,7 @@ def own_log_probs(model: nn.Module, one: Sample) -> torch.Tensor:
     """By the model's own forward of the one sequence."""
     ids = torch.tensor([*one.prompt_ids, *one.response_segments[0].token_ids])
     images = one.segments[0].images
-    given = own_inputs(model, ids, images, num_prompt=len(one.prompt_ids)) if images else {}
+    given = own_inputs(model, ids[None], (images,), num_prompt=len(one.prompt_ids)) if images else {}
     logits = model(input_ids=ids[None], use_cache=False, **given).logits[0].log_softmax(-1)
     start = len(one.prompt_ids)
     return logits[start - 1 : -1].gather(-1, ids[start:, None])[:, 0]

@@ -109,13 +109,17 @@ def _of_trained(recorded: RecordedStep, events: Sequence[tuple[Any, ...]]) -> li
 
 
 def _turns_of(recorded: RecordedStep, sample: Sample) -> list[Said] | None:
-    """The turns of the sample in chronological order; None if its events are not known."""
+    """The turns of the sample in chronological order, as far as they had an effect; None if its events are not
+    known."""
     places: dict[str, list[RecordedTurn]] = {}
     drawn = [event[1:] for event in _events(recorded, sample) if event[0] == "turn" and event[-1]]
     if not drawn:
         return None
+    kept = recorded.num_used(sample)
     for turn in recorded.turns(sample):
-        places.setdefault(turn.conversation.name, []).append(turn)
+        name = turn.conversation.name
+        end = turn.start + kept[name] if name in kept else turn.end
+        places.setdefault(name, []).append(turn._replace(end=end))
     if Counter(each[0] for each in drawn) != {name: len(own) for name, own in places.items()}:
         return None
     left = {name: iter(own) for name, own in places.items()}
@@ -300,5 +304,16 @@ def _check_checker(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]
         )
 
 
-OWN_CHECKS = {"environment": _check_environment, "tools": _check_tools, "solver_checker": _check_checker}
+def _check_simulator(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
+    from distflow.audit.acting.simulator_episodes import check_simulator  # no other run imports it
+
+    check_simulator(recorded, sample, turns)
+
+
+OWN_CHECKS = {
+    "environment": _check_environment,
+    "tools": _check_tools,
+    "solver_checker": _check_checker,
+    "simulator": _check_simulator,
+}
 """The further contract of built-in workflows."""

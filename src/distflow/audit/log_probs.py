@@ -189,15 +189,19 @@ def dtype_of(engine: object) -> torch.dtype | None:
 
 
 def ids_of(sample: Sample) -> model_forward.Ids:
-    """The sample's prompt and response, with the images of the prompt."""
-    return model_forward.Ids(sample["prompt_ids"].tolist(), sample["response_ids"].tolist(), sample.get("images", ()))
+    """The sample's prompt and response."""
+    return model_forward.Ids(sample["prompt_ids"].tolist(), sample["response_ids"].tolist())
 
 
 def sequences_of(sample: Sample) -> list[model_forward.Ids]:
     """The sample's conversations: prompt and response of the first, first token and the rest of the others."""
     first, *others = conversations_of(sample)
-    whole = model_forward.Ids(first.ids[: -first.first], first.ids[-first.first :], sample.get("images", ()))
-    return [whole, *(model_forward.Ids(own.ids[:1], own.ids[1:]) for own in others)]
+    images = sample.get("images") or [()] * (1 + len(others))
+    found = [model_forward.Ids(first.ids[: -first.first], first.ids[-first.first :], images[0])]
+    for own, paths in zip(others, images[1:], strict=True):
+        given = int((sample["response_mask"][own.first : own.first + len(own.ids)] > 0).long().argmax()) if paths else 0
+        found.append(model_forward.Ids(own.ids[:1], own.ids[1:], paths, given))
+    return found
 
 
 def joined_logits(parts: Sequence[Tensor]) -> Tensor:

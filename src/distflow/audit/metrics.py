@@ -141,7 +141,7 @@ def _of_samples(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
     if "token_level_scores" in batch:
         scores = _sums(batch, "token_level_scores")
     is_truncated = torch.tensor(
-        [reason in ("length", "context") for reason in batch["finish_reason"]], dtype=torch.bool
+        [reason in ("length", "context", "max_steps") for reason in batch["finish_reason"]], dtype=torch.bool
     )
     has_forks = "forks" in batch and any(batch["forks"])
     longest = torch.tensor([*map(_longest, recorded.samples)]) if has_forks else lengths

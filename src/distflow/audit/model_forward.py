@@ -25,11 +25,13 @@ MAX_DOUBLES = 2**24
 
 
 class Ids(NamedTuple):
-    """A prompt and its response. images: of the prompt, see `data/images.py`."""
+    """A prompt and its response. images: of the prompt, see `data/images.py`. given: tokens before the first drawn one,
+    if the response begins with given ones."""
 
     prompt: Sequence[int]
     response: Sequence[int]
     images: Sequence[str] = ()
+    given: int = 0
 
 
 Run = Callable[..., Any]
@@ -94,7 +96,7 @@ def logits_of(run: Run, model: nn.Module, sequences: Sequence[Ids]) -> Iterator[
         ids = torch.zeros(mask.shape, dtype=torch.int64)
         ids[mask] = torch.tensor([token for each in part for token in (*each.prompt, *each.response)])
         device = next(model.parameters()).device
-        with own_pass(model, ids.to(device), len(part[0].prompt), part[0].images) as inputs:
+        with own_pass(model, ids.to(device), part[0].given or len(part[0].prompt), (part[0].images,)) as inputs:
             logits = run(model, **inputs, attention_mask=mask.long().to(device), use_cache=False).logits
         for row, each in zip(logits, part, strict=True):
             yield row[len(each.prompt) - 1 : len(each.prompt) + len(each.response) - 1].float()

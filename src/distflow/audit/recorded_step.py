@@ -265,6 +265,12 @@ class RecordedStep:
             if generation.sample == index_of(sample) and not (baselines and request.params.greedy)
         ]
 
+    def num_used(self, sample: Sample) -> dict[str, int]:
+        """How many tokens of the last reply the workflow used, by the conversation, where it said so."""
+        record = self.record_of(sample)
+        events = record.events.get(index_of(sample), ()) if record is not None else ()
+        return {event[1]: event[2] for event in events if event[0] == "kept"}
+
     def turns(self, sample: Sample) -> list["RecordedTurn"]:
         """The requests contained in the sample, in order: those whose prompt begins one of its conversations, with as
         much of their generation as follows there. Drafts that a node discards, and requests for a judgement, are not

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from transformers import DynamicCache
 
-from distflow.audit.log_probs import audited_samples, dtype_of, ids_of, is_beyond, policy_scores
+from distflow.audit.log_probs import audited_samples, dtype_of, ids_of, is_beyond, policy_scores, sequences_of
 from distflow.audit.model_forward import PlainScores, Turns, Weights, model_of, plain_scores, plainly, vocabulary_of
 from distflow.audit.record_calls_and_updates import OpenEngine
 from distflow.audit.recorded_step import (
@@ -169,19 +169,30 @@ def _check_start(recorded: RecordedStep, model: nn.Module) -> None:
         )
 
 
+class Prompt(NamedTuple):
+    """The number of a conversation's first tokens, which are given, and its images."""
+
+    length: int
+    images: Sequence[str]
+
+
 def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recomputes: bool) -> _Scored:
     """Scores of a sample by the weights of its tokens' versions. recomputes: keys and values after a weight sync."""
     present = recorded.synced_version if recorded.synced_version == recorded.step else None  # else it has moved
     older = recorded.run.older_weights
     weights = [PRESENT if version == present else older.of(version) for version in sample["versions"].tolist()]
     known = torch.tensor([one is not None for one in weights])
-    (_, response, images), policy = ids_of(sample), sample["response_mask"] > 0
+    response, policy = ids_of(sample).response, sample["response_mask"] > 0
     if sample["uid"] in recorded.plain and all(weights[i] is PRESENT for i in policy.nonzero()[:, 0].tolist()):
         return recorded.plain[sample["uid"]], policy
     models, runs = models_of(actor.model), recorded.run.turns
     talks = conversations_of(sample)
     owners = dict(zip((talk.name for talk in talks), policies_of_conversations(recorded.config, sample), strict=True))
     by_policy = {name: _of_policy(weights, name) for name in models}
+    prompts = {
+        talk.name: Prompt(own.given or len(own.prompt), own.images)
+        for talk, own in zip(talks, sequences_of(sample), strict=True)
+    }
     with torch.no_grad(), ExitStack() as plain:
         for model in models.values():
             plain.enter_context(plainly(model, compute_dtype=dtype_of(actor)))
@@ -190,7 +201,7 @@ def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recompute
             for talk in talks:
                 start, end = max(talk.first + 1, 0), talk.first + len(talk.ids)
                 model, own = models[owners[talk.name]], by_policy[owners[talk.name]]
-                logits[start:end] = _over_own_keys(runs, model, talk.ids, own[start:end], images)
+                logits[start:end] = _over_own_keys(runs, model, talk.ids, own[start:end], prompts[talk.name])
         else:
             whole = talks[0]
             turns = [(turn.start, turn.end, turn.conversation) for turn in recorded.turns(sample)]
@@ -200,7 +211,7 @@ def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recompute
                 known[start:end] = known[start:end].cummin(0).values
                 model, own = models[owners[talk.name]], by_policy[owners[talk.name]]
                 ids = talk.ids[: end - talk.first]
-                logits[start:end] = _over_older_keys(runs, model, ids, own[start:end], images)
+                logits[start:end] = _over_older_keys(runs, model, ids, own[start:end], prompts[talk.name])
     return plain_scores(logits, response, recorded.sampling_of_tokens(sample)), known & policy
 
 
@@ -216,7 +227,7 @@ def _of_policy(weights: Sequence[Weights | None], policy: str) -> list[Weights |
 
 
 def _over_older_keys(
-    turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None], images: Sequence[str]
+    turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None], prompt: Prompt
 ) -> Tensor:
     """Logits `(tokens, vocabulary)` that each token was drawn from, if the engine keeps keys and values over weight
     syncs: a position's keys and values come from the weights that drew the next token, the prompt's from those of the
@@ -228,30 +239,23 @@ def _over_older_keys(
         if own is None:
             break
         until = done + 1 + len(more)
-        prompt, new = Prompt(first + 1, images if not fed else ()), ids[fed : first + until]
-        logits = _forward(turns, model, own, new, prompt, past_key_values=cache, use_cache=True)
+        new, seen = ids[fed : first + until], Prompt(0, ()) if fed else prompt
+        logits = _forward(turns, model, own, new, seen, past_key_values=cache, use_cache=True)
         found[done:until] = logits[done - until :]
         fed, done = first + until, until
     return found
 
 
 def _over_own_keys(
-    turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None], images: Sequence[str]
+    turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None], prompt: Prompt
 ) -> Tensor:
     """The same if all keys and values are recomputed after a weight sync."""
     found, start = torch.zeros(len(weights), vocabulary_of(model)), len(ids) - len(weights) - 1
     for own in {id(one): one for one in weights if one is not None}.values():
         mine = torch.tensor([one is own for one in weights])
-        logits = _forward(turns, model, own, ids[:-1], Prompt(start + 1, images), use_cache=False)
+        logits = _forward(turns, model, own, ids[:-1], prompt, use_cache=False)
         found[mine] = logits[start:][mine]
     return found
-
-
-class Prompt(NamedTuple):
-    """The number of its tokens, and its images."""
-
-    length: int
-    images: Sequence[str]
 
 
 def _forward(
@@ -260,7 +264,7 @@ def _forward(
     """Logits of all positions, float32 on the CPU."""
     device = next(model.parameters()).device
     swapped = {name: weight.to(device) for name, weight in weights.items()}
-    with own_pass(model, torch.tensor([list(ids)], device=device), *prompt) as given:
+    with own_pass(model, torch.tensor([list(ids)], device=device), prompt.length, (prompt.images,)) as given:
         inputs = {**given, **options}
         output: Any = functional_call(model, swapped, kwargs=inputs) if swapped else turns.run(model, **inputs)
     logits: Tensor = output.logits[0]

@@ -20,6 +20,7 @@ from distflow.audit.recorded_step import (
     check,
     check_close,
     check_tokens,
+    conversations_of,
     doubles,
     is_builtin,
 )
@@ -91,13 +92,14 @@ def audit_responses(recorded: RecordedStep) -> str | None:
         row = recorded.run.row(_place_of(recorded, prompt_group))
         _same(sample, "prompt_ids", sample["prompt_ids"].tolist(), list(row.prompt_ids), "the row of its group")
         _same(sample, "domain", sample["domain"], row.domain, "the row of its group")
-        _same(sample, "images", list(sample.get("images", ())), list(row.images), "the row of its group")
+        images = [path for own in sample.get("images", ()) for path in own]
+        _same(sample, "images", images, list(row.images), "the row of its group")
         if row.rejected_ids is None and not recorded.partial:  # both texts of a pair are tokenised in full
             _tokenised(recorded, sample, row)
         found = recorded.requests(sample)
         if found:
             _generated(sample, found[0][1], prompt_group.version)
-            _same(sample, "images", list(sample.get("images", ())), list(found[0][0].images), "the engine's request")
+            _same(sample, "images", images, list(found[0][0].images), "the engine's request")
         elif recorded.record_of(sample) is not None and row.response_ids is None:
             raise Wrong(f"no request to the engine was recorded for sample {sample['uid']}")
         if row.response_ids is None:
@@ -129,8 +131,10 @@ def _check_episodes(recorded: RecordedStep, most: int) -> str | None:
     for sample, turns in asked:
         row = recorded.run.row(_place_of(recorded, recorded.records[int(sample["group_index"])].prompt_group))
         ids, tokenizer = sample["response_ids"].tolist(), recorded.run.resources.tokenizer
-        last = {turn.conversation.name: ids[turn.start : turn.end] for turn in turns}.values()
-        texts = [tokenizer.decode(each, skip_special_tokens=True) for each in last]
+        kept = {name: number or None for name, number in recorded.num_used(sample).items()}
+        last = {turn.conversation.name: ids[turn.start : turn.end] for turn in turns}
+        last = {name: own[: kept.get(name)] for name, own in last.items()}
+        texts = [tokenizer.decode(each, skip_special_tokens=True) for each in last.values()]
         if sample["responses"] not in texts:
             _same(sample, "responses", sample["responses"], texts[-1], "the tokens of its last turn")
         _same(sample, "prompts", sample["prompts"], row.prompt_text, "the row of its group")
@@ -373,10 +377,17 @@ def filtered_values(metric: str, group: Iterable[Sample]) -> list[float]:
 
 def _check_turns(recorded: RecordedStep, sample: Sample) -> None:
     of_policy, drawn, uid = sample["versions"] >= 0, torch.zeros(len(sample["versions"])).bool(), sample["uid"]
+    kept = recorded.num_used(sample)
+    seen = dict(zip((talk.first for talk in conversations_of(sample)), sample.get("images", ()), strict=False))
     for turn in recorded.turns(sample):
         tokens, made, number = slice(turn.start, turn.end), turn.generation, turn.end - turn.start
         drawn[tokens] = True
-        given = (~of_policy[tokens]).nonzero()
+        images = seen.get(turn.conversation.first, [])
+        _same(sample, "images", images, list(turn.request.images), "the engine's request")
+        used = slice(turn.start, turn.start + kept.get(turn.conversation.name, number))
+        if bool(of_policy[used.stop : turn.end].any()):
+            raise Wrong(f"sample {uid} is trained on tokens from {used.stop} on, which its workflow did not use")
+        given = (~of_policy[used]).nonzero()
         if len(given) and number == len(made.token_ids):
             token = turn.start + int(given[0])
             raise Wrong(f"token {token} of sample {uid} counts as given, but the engine drew it for the sample")

@@ -45,6 +45,11 @@ def audit_rewards(recorded: RecordedStep) -> str | None:
     check_close(scored, "token_level_scores", [_on_tokens(recorded, each) for each in scored], LIMIT, _by_its_scores)
     for sample in scored:
         _same_baseline(recorded, sample)
+    if recorded.is_written("srpo_distance"):
+        from distflow.audit.acting.srpo_rewards import check_srpo  # no other run imports it
+
+        check_srpo(recorded)
+        return None
     if recorded.is_written("token_level_rewards") and not recorded.is_ours("token_level_rewards"):
         return "a user's node writes the rewards"
     why_not = [_check_processed(recorded, *each) for each in recorded.by_algorithm() if each[2]]

@@ -204,7 +204,8 @@ def _check_loss(seen: Validated, sets: Mapping[str, Sequence[PromptRow]]) -> Non
     row = random.Random(seen.version).choice(seen.rows)
     answer = sets[row["set"]][row["row"]]
     ids = list(answer.response_ids or ())
-    sample = {"prompt_ids": torch.tensor(answer.prompt_ids), "response_ids": torch.tensor(ids), "images": answer.images}
+    images = [answer.images] if answer.images else []
+    sample = {"prompt_ids": torch.tensor(answer.prompt_ids), "response_ids": torch.tensor(ids), "images": images}
     if not ids or (len(answer.prompt_ids) + len(ids)) * vocabulary_of(actor.model) > MAX_LOGITS:
         return
     (log_probs,) = forward_samples(seen.run, actor, [sample], lambda logits, _: log_probs_of(logits, ids, 1.0))
@@ -228,7 +229,7 @@ def _check_greedy(seen: Validated, row: Mapping[str, Any]) -> None:
         return
     run.bring()
     tokens = torch.tensor(ids)
-    sample = {"prompt_ids": torch.tensor(prompt), "response_ids": tokens, "images": images}
+    sample = {"prompt_ids": torch.tensor(prompt), "response_ids": tokens, "images": [images] if images else []}
     (gap,) = forward_samples(
         run,
         actor,

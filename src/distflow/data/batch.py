@@ -80,7 +80,7 @@ class Batch:
         batch["episode_index"] = [s.episode for s in samples]
         batch["forks"] = [[list(fork) for fork in s.forks] for s in samples]
         batch["conversation"] = [[dict(turn) for turn in s.conversation] for s in samples]
-        batch["images"] = [list(s.segments[0].images) for s in samples]
+        batch["images"] = [_images(s) for s in samples]
         batch["valid"] = [s.valid for s in samples]
         batch["truncated"] = [s.truncated for s in samples]
         batch["prompt_ids"] = _flat_tensor([s.prompt_ids for s in samples], np.int64)
@@ -411,6 +411,18 @@ class Batch:
         last = torch.full_like(lengths, -1).scatter_reduce_(0, owner, positions, "amax")
         answered = last >= 0
         return torch.zeros_like(mask).index_put_((last[answered],), self.flat("scores").to(mask.dtype)[answered])
+
+
+def _images(sample: Sample) -> list[list[str]]:
+    """The images of the prompt of each conversation; empty if none has any."""
+    begins = {start for _, start in sample.forks}
+    found, length = [list(sample.segments[0].images)], 0
+    for segment in sample.response_segments:
+        if length in begins:
+            begins.discard(length)
+            found.append(list(segment.images))
+        length += len(segment.token_ids)
+    return found if any(found) else []
 
 
 def _read(column: Column | RemoteColumn) -> Column:

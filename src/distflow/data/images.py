@@ -35,6 +35,14 @@ def read_images(found: object, name: str, folder: Path | None, store: Path) -> t
     return tuple(paths)
 
 
+def keep_pixels(pixels: Any, store: Path) -> str:
+    """The path in `store` of an image of uint8 `(H, W, 3)`. It is not synced to the disk: an episode that a crash of
+    the machine cuts short is drawn again."""
+    from PIL import Image
+
+    return str(_keep(Image.fromarray(pixels), store, synced=False))
+
+
 def place_images(prompt: Any, number: int) -> JSON:
     """The prompt with a mark for each image: as it is if it has them, else with all of them in front of the text, or of
     the first message of the user. Raises RowError if it has marks for another number of images.
@@ -81,11 +89,11 @@ def encoder_of(tokenizer: object) -> ImageEncoder | None:
     return getattr(tokenizer, "image_processor", None)
 
 
-def _keep(image: Any, store: Path) -> Path:
+def _keep(image: Any, store: Path, synced: bool = True) -> Path:
     path = store.absolute() / f"{image_hash(image)}.png"
     if not path.is_file():
         store.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with replacing(path) as aside:
+        with replacing(path, synced) as aside:
             image.save(aside, format="PNG", compress_level=1)
     return path
 

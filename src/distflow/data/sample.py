@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Owner = Literal["prompt", "policy", "tool", "environment"]
+Owner = Literal["prompt", "policy", "tool", "environment", "unused"]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Token ids with one owner. Policy segments have one log-prob and one weight version per token.
+    """Token ids with one owner. Policy segments have one log-prob and one weight version per token. Unused ones were
+    drawn, but had no effect: actions after the end of an episode.
 
     images: the paths of a prompt's images, in the order of their placeholders (see `data/images.py`).
     log_probs: under softmax(logits / T). sampling_log_probs: after truncations and penalties. reward: this turn's part
@@ -33,7 +34,9 @@ class Segment:
                 raise ValueError(f"a {self.owner} segment of {len(self.token_ids)} tokens needs {expected} {name}")
 
 
-LIMIT_REASONS = ("length", "context", "max_turns")
+ENV_ERROR = "env_error"
+"""Finish reason of an episode whose simulator failed."""
+LIMIT_REASONS = ("length", "context", "max_turns", "max_steps")
 """Finish reasons of samples that a limit ended."""
 
 
@@ -89,4 +92,4 @@ class Sample:
 
     @property
     def truncated(self) -> bool:
-        return self.finish_reason in ("length", "context")
+        return self.finish_reason in ("length", "context", "max_steps")

@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from distflow.data.episode_event_hook import note_event
-from distflow.data.sample import Segment
+from distflow.data.sample import Owner, Segment
 from distflow.errors import UserError
 
 if TYPE_CHECKING:  # it imports torch, which the processes of tools and environments should not
@@ -19,9 +20,9 @@ if TYPE_CHECKING:  # it imports torch, which the processes of tools and environm
 
 Message = Mapping[str, Any]
 Content = str | Message | Sequence[Message] | Sequence[int]
-Generate = Callable[[tuple[int, ...], int, tuple[str | int, ...], int], Awaitable[tuple[Segment, str]]]
-"""(prompt ids, max_tokens, stop strings and tokens, number of tokens drawn before) → the tokens that the policy drew,
-and why it stopped."""
+Generate = Callable[..., Awaitable[tuple[Segment, str]]]
+"""(prompt ids, max_tokens, stop strings and tokens, number of tokens drawn before, images=paths) → the tokens that the
+policy drew, and why it stopped."""
 
 
 class ChatError(UserError):
@@ -78,7 +79,7 @@ class Chat:
     this one, "2.1". why: a fork began: "forked", "rewritten", or for an agent's call (see `Conversations`).
     conversations: all of the episode, including this one; the one with the last reply is the last. agent: the
     conversation's agent, if the episode has several. max_tokens, stop: of each of its replies, besides those of the
-    call. waiting: whether it waits for a reply.
+    call. waiting: whether it waits for a reply. image_store: the folder of the images that it shows.
     """
 
     tokens: "TurnTokens"
@@ -101,6 +102,7 @@ class Chat:
     agent: str = ""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    image_store: Path = Path()
     conversations: list["Chat"] = field(default_factory=list, repr=False)
     waiting: bool = field(default=False, init=False)
     _num_forks: int = field(default=0, init=False)
@@ -135,13 +137,17 @@ class Chat:
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         tools: Sequence[Message] = (),
+        images: Sequence[str] = (),
     ) -> Reply:
         """Send content, and return the policy's reply.
 
         content: text, a message, several messages, token ids, or a row's prompt. stop: strings that end the reply,
         besides those of the config. max_tokens: of the reply. tools: schemas, which the chat template shows the model
-        from the first turn on. Raises ChatError for invalid content.
+        from the first turn on. images: paths of those of a first prompt, given as token ids with their placeholders.
+        Raises ChatError for invalid content.
         """
+        if images and (self.segments or not _are_ids(content)):
+            raise ChatError("ask: pass images with token ids, in the first turn of a conversation")
         if self.waiting:
             raise ChatError("ask: this chat is still waiting for a reply: await one before the next")
         if max_tokens is not None and max_tokens < 1:
@@ -162,14 +168,16 @@ class Chat:
         most = min(response, context, max_tokens or response, self.max_tokens or response)
         prompt = (*self.token_ids, *given)
         turn = 1 + max((segment.turn for each in self.conversations for segment in each.segments), default=0)
+        seen = {"images": tuple(images)} if images else {}
         self.waiting = True
         try:
-            drawn, reason = await self.generate(prompt, most, (*self.stop, *stop), self.num_drawn)
+            drawn, reason = await self.generate(prompt, most, (*self.stop, *stop), self.num_drawn, **seen)
         finally:
             self.waiting = False
         if given:
             is_tools = messages[0].get("role") == "tool"
-            self.segments.append(Segment("prompt" if begins else "tool" if is_tools else "environment", given))
+            owner: Owner = "prompt" if begins else "tool" if is_tools else "environment"
+            self.segments.append(Segment(owner, given, images=tuple(images)))
         self.segments.append(replace(drawn, turn=turn))
         note_event("turn", self.name, self.templated, said, self.tools, drawn.token_ids)
         note_event("limit", self.name, max_tokens, len(drawn.token_ids))
@@ -192,14 +200,25 @@ class Chat:
         last = self.segments[places[-1]]
         self.segments[places[-1]] = replace(last, reward=last.reward + float(value))
 
+    def keep(self, number: int) -> None:
+        """Of the last reply only the first `number` tokens had an effect: the rest is not trained on."""
+        note_event("kept", self.name, number)
+        last = self.segments.pop()
+        assert last.owner == "policy", "the last segment is a reply"
+        columns = {name: getattr(last, name)[:number] for name in ("token_ids", "log_probs", "versions")}
+        sampling = last.sampling_log_probs[:number]
+        self.segments.append(replace(last, **columns, sampling_log_probs=sampling))
+        if left := last.token_ids[number:]:
+            self.segments.append(Segment("unused", left))
+
     def fork(self, messages: Sequence[Message] | None = None) -> "Chat":
         """A further, separate conversation of the episode; several may ask at the same time.
 
         It continues from here with the same tokens, all of which count as given. messages: replace them as its history,
-        e.g. by a summary, which the chat template renders at the start of its first prompt. Raises ChatError for
-        anything that is not a message.
+        e.g. by a summary, which the chat template renders at the start of its first prompt; without any it begins anew.
+        Raises ChatError for anything that is not a message.
         """
-        history = list(self.messages) if messages is None else _messages(messages, "fork")
+        history = list(self.messages) if messages is None else _messages(messages, "fork") if messages != [] else []
         begun = [Segment("prompt", self.token_ids)] if self.segments and messages is None else []
         self._num_forks += 1
         name = f"{self.name}.{self._num_forks}".removeprefix(".")

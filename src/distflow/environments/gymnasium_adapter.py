@@ -26,7 +26,7 @@ class TextEnv:
 
     def __init__(self, env: str, options: Mapping[str, Any]) -> None:
         """env: module:Class, file.py:function or a gymnasium id. Raises UserError if it cannot be loaded."""
-        self._make: Callable[..., Any] = _registered(env) if ":" not in env else cast(Callable[..., Any], load(env))
+        self._make: Callable[..., Any] = find_registered(env) if ":" not in env else cast(Callable[..., Any], load(env))
         if not callable(self._make):
             raise UserError(f"'{env}' cannot be called: name a class, or a function that makes the environment")
         missing = [name for name in ("reset", "step") if isinstance(self._make, type) and not hasattr(self._make, name)]
@@ -92,7 +92,7 @@ def _plain(value: Any) -> object:
     )
 
 
-def _registered(name: str) -> Callable[..., Any]:
+def find_registered(name: str) -> Callable[..., Any]:
     """The maker of a registered environment. Raises UserError."""
     try:
         gymnasium = importlib.import_module("gymnasium")

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.data.chat_template_and_turns import Chat as Rows
 from distflow.data.chat_template_and_turns import ChatTemplate, render_all, template_of
+from distflow.data.images import ImageEncoder, encoder_of
 from distflow.data.messages import RowError
 from distflow.errors import UserError
 
@@ -32,6 +33,32 @@ class TurnTokens:
         self._tokenizer: Any = tokenizer
         self._stop_ids, self._kwargs = frozenset(stop_ids), kwargs
         self._between: dict[str, tuple[tuple[int, ...], int]] = {}
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of its tokens."""
+        return len(self._tokenizer)
+
+    @property
+    def image_mark(self) -> str:
+        """The place of an image in a text. Raises TemplateError if the model reads text alone."""
+        return self._images().mark
+
+    def token_id(self, token: str) -> int:
+        """Raises TemplateError for a text that is no token."""
+        found = self._tokenizer.get_vocab().get(token)
+        if found is None:
+            raise TemplateError(f"the tokenizer has no token {token!r}")
+        return int(found)
+
+    def with_images(self, text: str, paths: Sequence[str]) -> tuple[int, ...]:
+        """Plain text at the beginning, with the placeholders of its images."""
+        return tuple(self._images().encode(text, paths))
+
+    def _images(self) -> ImageEncoder:
+        if (encoder := encoder_of(self._tokenizer)) is None:
+            raise TemplateError("the model reads text alone, and was shown an image: take one that reads images")
+        return encoder
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))

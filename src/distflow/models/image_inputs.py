@@ -178,35 +178,37 @@ def image_positions(model: nn.Module, input_ids: Tensor, lengths: Tensor, images
 
 
 def own_inputs(
-    model: nn.Module, input_ids: Tensor, paths: Sequence[str], rows: int = 1, num_prompt: int | None = None
+    model: nn.Module, input_ids: Tensor, images: Sequence[Sequence[str]], num_prompt: int | None = None
 ) -> dict[str, Tensor]:
-    """Arguments of the model's own forward, besides the tokens, for a prompt `(tokens,)` with its images, or for `rows`
-    equal ones.
+    """Arguments of the model's own forward, besides the tokens, for prompts `(rows, tokens)` with the images of each,
+    as many in every row.
 
-    num_prompt: the tokens of the prompt, if a response follows.
+    num_prompt: the tokens of the prompts, if responses follow.
     """
     processor, device = images_of(unwrapped(model)), input_ids.device
     assert processor is not None, "only prompts for models of images have images"
     kinds = (input_ids == processor.token_id).int()
-    kinds[len(kinds) if num_prompt is None else num_prompt :] = 0
-    given = {**processor.inputs(paths), "mm_token_type_ids": kinds[None], "token_type_ids": kinds[None]}
-    accepted = _accepted(unwrapped(model).forward, given)
-    return {name: send(torch.cat([value] * rows), device) for name, value in accepted.items()}
+    kinds[:, kinds.shape[1] if num_prompt is None else num_prompt :] = 0
+    inputs = processor.inputs([path for paths in images for path in paths])
+    accepted = _accepted(unwrapped(model).forward, {**inputs, "mm_token_type_ids": kinds, "token_type_ids": kinds})
+    return {name: send(value, device) for name, value in accepted.items()}
 
 
 @contextmanager
-def own_pass(model: nn.Module, input_ids: Tensor, num_prompt: int, paths: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """Arguments of the model's own forward for prompts `(rows, tokens)` of `num_prompt` tokens with the same images,
-    and a response each.
+def own_pass(
+    model: nn.Module, input_ids: Tensor, num_prompt: int, images: Sequence[Sequence[str]]
+) -> Iterator[dict[str, Tensor]]:
+    """Arguments of the model's own forward for prompts `(rows, tokens)` of `num_prompt` tokens with the images of each,
+    as many in every row, and a response each.
 
     If a response has the placeholder of an image, which the model would take for one, another token stands for it,
     which is embedded as the placeholder within this context.
     """
     causal, processor = unwrapped(model), images_of(unwrapped(model))
-    if processor is None or not paths:
+    if processor is None or not any(images):
         yield {"input_ids": input_ids}
         return
-    given = own_inputs(model, input_ids[0], paths, len(input_ids), num_prompt)
+    given = own_inputs(model, input_ids, images, num_prompt)
     placeholder, text = processor.token_id, causal.config.get_text_config()
     drawn = input_ids == placeholder
     drawn[:, :num_prompt] = False
@@ -238,7 +240,7 @@ def states_in_own_passes(causal: Any, input_ids: Tensor, lengths: Tensor, images
     parts = zip(input_ids.split(lengths.tolist()), is_image.split(lengths.tolist()), images.paths, strict=True)
     for ids, own, paths in parts:
         num_prompt = int(own.nonzero()[-1]) + 1 if paths else 0
-        with own_pass(causal, ids[None], num_prompt, paths) as inputs:
+        with own_pass(causal, ids[None], num_prompt, (paths,)) as inputs:
             accepted = _accepted(inner.forward, inputs)
             found.append(inner(**accepted, use_cache=False).last_hidden_state[0])
     return torch.cat(found)
@@ -267,7 +269,7 @@ def image_error(model: nn.Module) -> tuple[float, list[str]]:
         differences, largest = list[Tensor](), list[Tensor]()
         for own, each, own_paths in zip(ours.detach().split(lengths.tolist()), ids, held, strict=True):
             for cut in (len(each), len(each) - 2):
-                extra = own_inputs(model, each[:cut], own_paths) if own_paths else {}
+                extra = own_inputs(model, each[None, :cut], (own_paths,)) if own_paths else {}
                 with torch.no_grad():
                     theirs = model(input_ids=each[None, :cut], use_cache=False, **extra).logits[0]
                 differences.append((own[:cut] - theirs).abs().max())

@@ -44,8 +44,9 @@ def empty_folder(path: str | Path, named: str = "") -> Path:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """An empty file beside `path`, private to its owner, that is synced and replaces `path` on exit.
+def replacing(path: Path, synced: bool = True) -> Iterator[Path]:
+    """An empty file beside `path`, private to its owner, that is synced (unless not `synced`) and replaces `path` on
+    exit.
 
     Its name is new, so that no other file, and none behind a link, is overwritten.
 
@@ -59,11 +60,13 @@ def replacing(path: Path) -> Iterator[Path]:
         os.close(descriptor)
         yield aside
         aside.chmod(0o600)  # code that writes by path may have recreated it
-        sync(aside)
+        if synced:
+            sync(aside)
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)  # after an error; otherwise it was renamed
-    sync(path.parent)
+    if synced:
+        sync(path.parent)
 
 
 def is_aside(name: str) -> bool:

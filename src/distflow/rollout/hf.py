@@ -3,7 +3,7 @@
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -31,13 +31,26 @@ from distflow.scheduling.group_states import Version
 
 T = TypeVar("T")
 
+_MOST_ROWS = 512
+"""Of one call of `generate` for several prompts."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """A request, whether it was cancelled, and where its result goes."""
+
+    request: GenerateRequest
+    cancelled: threading.Event
+    result: "asyncio.Future[GenerateResult]"
+
 
 class HFEngine(AbstractAsyncContextManager["HFEngine"]):
     """A `RolloutEngine` with transformers' forward, cache, penalties and truncations.
 
-    Requests run one after another, each as one call of `generate`. Only the draw is ours, as the last logits processor:
-    one counter-based uniform number per token, the same as in the embedded engine, so both draw the same tokens up to
-    rounding. New weights are loaded between two tokens; keys and values of old ones are kept.
+    Requests run one after another, each as one call of `generate`; those with images that arrive together, and have
+    prompts of one length, share a call. Only the draw is ours, as the last logits processor: one counter-based uniform
+    number per token, the same as in the embedded engine, so both draw the same tokens up to rounding. New weights are
+    loaded between two tokens; keys and values of old ones are kept.
     """
 
     def __init__(
@@ -61,6 +74,9 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
             thread_name_prefix="hf-rollout",
             initializer=partial(torch.set_num_threads, num_threads) if num_threads else None,
         )
+        self._asked: list[_Asked] = []
+        self._open = asyncio.Event()
+        self._open.set()
         self.between_tokens = _BetweenTokens()
 
     async def __aexit__(self, *exception: object) -> None:
@@ -75,21 +91,29 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         config = self._model.config.get_text_config()
         sizes = (config.vocab_size, getattr(config, "max_position_embeddings", None))
         check_request(request.prompt_ids, request.samples, request.params, *sizes)
-        cancelled = threading.Event()
-        work = partial(self._generate, request, cancelled)
+        await self._open.wait()
+        loop = asyncio.get_running_loop()
+        asked = _Asked(request, threading.Event(), loop.create_future())
+        self._asked.append(asked)
+        if request.images:
+            loop.call_soon(self._start)  # after others that wait for the same event
+        else:
+            self._start()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+            return await asked.result
         except asyncio.CancelledError:
-            cancelled.set()
+            asked.cancelled.set()
             raise
 
     async def pause(self, release: bool = False) -> None:
         """Halt requests before their next token. Keys and values of a running one stay, also with `release`."""
+        self._open.clear()
         self.between_tokens.pause()
         await self._call(self._weights.release if release else lambda: None)
 
     async def resume(self) -> None:
         self.between_tokens.resume()
+        self._open.set()
 
     async def hashes(self) -> dict[str, str]:
         """See `RolloutEngine`."""
@@ -107,19 +131,35 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         loop.run_in_executor(self._worker, self.between_tokens.do_asked)
         return await future
 
+    def _start(self) -> None:
+        """Queue the waiting requests, those that can share a call together."""
+        asked, self._asked, parts = self._asked, [], dict[object, list[list[_Asked]]]()
+        for each in sorted(asked, key=lambda each: (str(each.request.stream), each.request.samples)):
+            own = each.request
+            alike = (len(own.prompt_ids), len(own.images), own.params) if own.images else each
+            calls = parts.setdefault(alike, [[]])
+            if sum(len(other.request.samples) for other in calls[-1]) + len(own.samples) > _MOST_ROWS:
+                calls.append([])
+            calls[-1].append(each)
+        for call in (call for calls in parts.values() for call in calls if call):
+            made = asyncio.get_running_loop().run_in_executor(self._worker, self._generate, call)
+            made.add_done_callback(partial(_answer, call))
+
     @torch.no_grad()
-    def _generate(self, request: GenerateRequest, cancelled: threading.Event) -> GenerateResult:
+    def _generate(self, asked: Sequence[_Asked]) -> list[GenerateResult]:
+        """The results of requests with prompts of one length, the same parameters, and as many images."""
+        cancelled = [each.cancelled for each in asked for _ in each.request.samples]
         self.between_tokens.wait(cancelled)
-        if cancelled.is_set():
-            raise asyncio.CancelledError
+        if all(each.is_set() for each in cancelled):
+            return []
         self._weights.check_whole()
         self._model.eval()
-        params, num_samples = request.params, len(request.samples)
-        prompt = torch.tensor([request.prompt_ids] * num_samples, device=self._model.device)
-        keys = [sample_key(request.stream, sample) for sample in request.samples]
-        draw = _Draw(self, keys, request.num_drawn, params)
-        stop = _Stop(self, len(request.prompt_ids), params, cancelled)
-        images = own_inputs(self._model, prompt[0], request.images, num_samples) if request.images else {}
+        rows = [(each.request, sample) for each in asked for sample in each.request.samples]
+        params, images = rows[0][0].params, [own.images for own, _ in rows]
+        prompt = torch.tensor([own.prompt_ids for own, _ in rows], device=self._model.device)
+        keys, drawn = [sample_key(own.stream, sample) for own, sample in rows], [own.num_drawn for own, _ in rows]
+        draw, length = _Draw(self, keys, drawn, params), prompt.shape[1]
+        stop = _Stop(self, length, params, cancelled)
         ids = self._model.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
@@ -131,18 +171,16 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
             pad_token_id=0,
             logits_processor=transformers.LogitsProcessorList([draw.see, *_warpers(params), draw]),
             stopping_criteria=transformers.StoppingCriteriaList([stop]),
-            **images,
+            **(own_inputs(self._model, prompt, images) if images[0] else {}),
         )
-        if cancelled.is_set():
-            raise asyncio.CancelledError
         generations = []
-        for row, sample in enumerate(request.samples):
-            assert row in stop.ends, "transformers stopped where we would not have"
-            length, reason = stop.ends[row]
-            response = ids[row, prompt.shape[1] :].tolist()[:length]
-            rollout, sampling = ([step[row] for step in each[:length]] for each in (draw.log_probs, draw.sampling))
-            generations.append(Generation(sample, response, rollout, sampling, draw.versions[:length], reason))
-        return GenerateResult(tuple(generations))
+        for row, (_, sample) in enumerate(rows):
+            number, reason = stop.ends.get(row, (0, "abort"))  # of a cancelled request
+            response = ids[row, length : length + number].tolist()
+            rollout, sampling = ([step[row] for step in each[:number]] for each in (draw.log_probs, draw.sampling))
+            generations.append(Generation(sample, response, rollout, sampling, draw.versions[:number], reason))
+        left = iter(generations)
+        return [GenerateResult(tuple(next(left) for _ in each.request.samples)) for each in asked]
 
     def _load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         receipt = self._weights.load(self.version, version, weights)
@@ -171,14 +209,27 @@ class _BetweenTokens:
         while not self._asked.empty():
             self._asked.get()()
 
-    def wait(self, cancelled: threading.Event) -> None:
-        """Do what was asked, and more while paused, unless the request is cancelled."""
+    def wait(self, cancelled: Sequence[threading.Event]) -> None:
+        """Do what was asked, and more while paused, unless all rows are cancelled."""
         self.do_asked()
-        while self._paused and not cancelled.is_set():
+        while self._paused and not all(each.is_set() for each in cancelled):
             try:
                 self._asked.get(timeout=0.05)()
             except queue.Empty:
                 continue
+
+
+def _answer(asked: Sequence[_Asked], made: "asyncio.Future[list[GenerateResult]]") -> None:
+    """Give each request its result, or what the call raised."""
+    for number, each in enumerate(asked):
+        if each.result.done():  # cancelled
+            continue
+        if made.cancelled():  # the engine has ended
+            each.result.cancel()
+        elif (error := made.exception()) is not None:
+            each.result.set_exception(error)
+        else:
+            each.result.set_result(made.result()[number])
 
 
 def _warpers(params: SamplingParams) -> list[transformers.LogitsProcessor]:
@@ -205,7 +256,7 @@ class _Draw(transformers.LogitsProcessor):
 
     engine: HFEngine
     keys: list[int]
-    num_drawn: int
+    num_drawn: list[int]
     params: SamplingParams
     log_probs: list[list[float]] = field(default_factory=list)
     sampling: list[list[float]] = field(default_factory=list)
@@ -217,7 +268,7 @@ class _Draw(transformers.LogitsProcessor):
         return scores
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        position = np.full(len(self.keys), self.num_drawn + len(self.versions), dtype=np.int64)
+        position = np.array(self.num_drawn, dtype=np.int64) + len(self.versions)
         uniform = torch.from_numpy(uniforms(np.array(self.keys, dtype=np.uint64), position)).to(scores.device)
         probs = scores.double().softmax(dim=-1)
         cumulative = probs.cumsum(dim=-1)
@@ -238,7 +289,7 @@ class _Stop(transformers.StoppingCriteria):
     engine: HFEngine
     prompt_length: int
     params: SamplingParams
-    cancelled: threading.Event
+    cancelled: list[threading.Event]
     ends: dict[int, tuple[int, FinishReason]] = field(default_factory=dict)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
@@ -247,5 +298,5 @@ class _Stop(transformers.StoppingCriteria):
             if row not in self.ends and (reason := finish_reason(response, self.params, self.engine.tokenizer)):
                 self.ends[row] = len(response), reason
         self.engine.between_tokens.wait(self.cancelled)
-        done = [self.cancelled.is_set() or row in self.ends for row in range(len(input_ids))]
+        done = [self.cancelled[row].is_set() or row in self.ends for row in range(len(input_ids))]
         return torch.tensor(done, device=input_ids.device)

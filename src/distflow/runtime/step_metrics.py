@@ -281,7 +281,7 @@ def sample_rows(batch: Batch) -> list[dict[str, object]]:
     if "conversation" in batch and any(said := batch["conversation"]):
         columns["conversation"] = said
     if "images" in batch and any(shown := batch["images"]):
-        columns["images"] = shown
+        columns["images"] = [[path for own in paths for path in own] for paths in shown]
     if is_trained:
         columns["masked"] = [1.0 - share for share in _mean_over_policy_tokens(batch, "loss_mask")]
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

@@ -231,9 +231,14 @@ def _images(micro: Batch, processor: ImageProcessor, device: torch.device) -> Im
     held = micro.flat("images") if "images" in micro else []
     if not any(held):
         return None
-    is_placeholder = micro.flat("input_ids") == processor.token_id
-    is_placeholder[send(micro.response_positions(), is_placeholder.device)] = False
-    return ImageInputs(tuple(map(tuple, held)), send(is_placeholder.nonzero()[:, 0], device))
+    is_placeholder = (micro.flat("input_ids") == processor.token_id).cpu()
+    is_drawn, lengths = torch.zeros_like(is_placeholder), micro.conversation_lengths().tolist()
+    is_drawn[micro.response_positions()] = (micro.flat("response_mask") > 0).cpu() if "response_mask" in micro else True
+    for places, drawn in zip(is_placeholder.split(lengths), is_drawn.split(lengths), strict=True):
+        places[drawn.cumsum(0) > 0] = False
+    num_forks = map(len, micro.flat("forks")) if "forks" in micro else [0] * len(held)
+    apart = [paths for own, number in zip(held, num_forks, strict=True) for paths in own or [[]] * (number + 1)]
+    return ImageInputs(tuple(map(tuple, apart)), send(is_placeholder.nonzero()[:, 0], device))
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: engine.Collective) -> None:

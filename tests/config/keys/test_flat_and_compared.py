@@ -217,6 +217,12 @@ reward:
   overlong: {buffer_tokens: 50, factor: 0.5}
   ifeval: {strict: false}
 custom_reward_function: {path: my_reward.py, name: score}
+embodied_sampling:
+  filter_accuracy: true
+  accuracy_lower_bound: 0.2
+  accuracy_upper_bound: 0.8
+  filter_truncated: true
+srpo: {embedder: "mine.py:embed", eps: 0.4, min_samples: 3, max: 0.5, steepness: 8, reward_coef: 2}
 trainer:
   project_name: p
   experiment_name: e

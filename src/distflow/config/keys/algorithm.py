@@ -182,6 +182,16 @@ def parse_domains(value: object) -> Differing:
 
 
 @dataclass(frozen=True)
+class EmbodiedSamplingConfig:
+    """Which groups of episodes the pipeline embodied_srpo keeps; others are replaced."""
+
+    filter_accuracy: bool = key(False, "drop groups whose share of successes is out of bounds")
+    accuracy_lower_bound: float = key(0.1, "of that share", minimum=0, maximum=1)
+    accuracy_upper_bound: float = key(0.9, "of that share", minimum=0, maximum=1)
+    filter_truncated: bool = key(False, "drop groups with an episode that reached the simulator's time limit")
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """How rewards become advantages."""
 
@@ -191,7 +201,6 @@ class AlgorithmConfig:
         "DEFAULT",
         "selects the pipeline if dag.pipeline is null; DEFAULT: by adv_estimator",
         choices=("DEFAULT", "DAPO", "EMBODIED"),
-        later=("EMBODIED",),
     )
     gamma: float = key(1.0, "discount from token to token", minimum=0, maximum=1)
     lam: float = key(0.95, "lambda of GAE", minimum=0, maximum=1)

@@ -178,6 +178,18 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
+class SrpoConfig:
+    """Rewards of failures in the pipeline embodied_srpo, by their distance to successes."""
+
+    embedder: str = key("pixels", "frames (T, H, W, 3) of uint8 to a vector: pixels, or file.py:function")
+    eps: float = key(0.5, "radius of DBSCAN over the successes, in standard deviations of each dimension", above=0)
+    min_samples: int = key(2, "neighbours of a core point of DBSCAN, itself included", minimum=1)
+    max: float = key(0.6, "largest reward of a failure", minimum=0)
+    steepness: float = key(10.0, "of the sigmoid of the distance", above=0)
+    reward_coef: float = key(1.0, "factor of all rewards", above=0)
+
+
+@dataclass(frozen=True)
 class CustomRewardConfig:
     """The function of the reward named `custom`."""
 

@@ -9,10 +9,10 @@ import yaml
 
 from distflow.config.compose.values import can_convert, nested, show
 from distflow.config.keys.actor_rollout_ref_and_critic import ActorRolloutRefConfig, CriticConfig
-from distflow.config.keys.algorithm import AlgorithmConfig
+from distflow.config.keys.algorithm import AlgorithmConfig, EmbodiedSamplingConfig
 from distflow.config.keys.data import DataConfig
 from distflow.config.keys.declare import KeyInfo, changed, collect, group, walk, yaml_name
-from distflow.config.keys.reward import CustomRewardConfig, RewardConfig, RewardModelConfig
+from distflow.config.keys.reward import CustomRewardConfig, RewardConfig, RewardModelConfig, SrpoConfig
 from distflow.config.keys.trainer_async_dag import (
     AsyncConfig,
     CostConfig,
@@ -39,6 +39,8 @@ class Config:
     reward_model: RewardModelConfig = group(RewardModelConfig)
     reward: RewardConfig = group(RewardConfig)
     custom_reward_function: CustomRewardConfig = group(CustomRewardConfig)
+    embodied_sampling: EmbodiedSamplingConfig = group(EmbodiedSamplingConfig)
+    srpo: SrpoConfig = group(SrpoConfig)
     trainer: TrainerConfig = group(TrainerConfig)
     trust: TrustConfig = group(TrustConfig)
     dag: DagConfig = group(DagConfig)

@@ -46,11 +46,12 @@ def named_pipeline(config: Config) -> Iterator[Finding]:
 
 def pipeline_and_workflow(config: Config) -> Iterator[Finding]:
     """`workflow_type` and `dag.pipeline` do not contradict each other."""
-    if config.algorithm.workflow_type == "DAPO" and pipeline_name(config) not in ("dapo", CUSTOM):
+    kind, named = config.algorithm.workflow_type, {"DAPO": "dapo", "EMBODIED": "embodied_srpo"}
+    if (wanted := named.get(kind)) and pipeline_name(config) not in (wanted, CUSTOM):
         yield Finding(
             ("algorithm.workflow_type", "dag.pipeline"),
-            f"workflow_type=DAPO selects the pipeline dapo, but dag.pipeline selects {config.dag.pipeline}",
-            "set algorithm.workflow_type=DEFAULT, or dag.pipeline=dapo",
+            f"workflow_type={kind} selects the pipeline {wanted}, but dag.pipeline selects {config.dag.pipeline}",
+            f"set algorithm.workflow_type=DEFAULT, or dag.pipeline={wanted}",
         )
 
 

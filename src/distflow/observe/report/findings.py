@@ -185,7 +185,7 @@ def _misses(predicted: float, measured: float, step: float) -> bool:
 def truncation(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
     """Responses truncated at the length limit, over the run's last quarter."""
     shares = known_values(steps, "rollout/truncated")
-    if not shares:
+    if not shares or _at(config, "actor_rollout_ref", "rollout", "workflow") == "simulator":  # of time, not of tokens
         return None
     late, overall = _mean(_last_quarter(shares)), _mean(shares)
     limit = _at(config, "data", "max_response_length")

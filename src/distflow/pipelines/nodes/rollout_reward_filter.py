@@ -19,7 +19,7 @@ from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of
 from distflow.config.keys.reward import OnError, on_error_of
 from distflow.data.batch import Written
-from distflow.data.sample import Sample, Segment
+from distflow.data.sample import ENV_ERROR, Sample, Segment
 from distflow.errors import UserError
 from distflow.graph import Drop, NodeRole, node, node_factory
 from distflow.import_target import LoadError, load_function
@@ -166,7 +166,8 @@ async def reward_episodes(
         placed, index, order = (torch.tensor([token[part] for token in tokens]) for part in range(3))
         written = {"token_level_scores": placed.float(), "turn_index": index.long(), "turn_order": order.long()}
         return {**columns, **written}
-    return columns
+    is_env = any(sample.finish_reason == ENV_ERROR for sample in samples)
+    return replace(columns, reason=ENV_ERROR) if is_env else columns
 
 
 def _drawn(sample: Sample) -> list[Segment]:

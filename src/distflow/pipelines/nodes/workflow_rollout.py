@@ -43,8 +43,8 @@ _NUM_TURNS, _LONGEST_TURN_S = 8, 1e6
 `ask`."""
 
 Outcome = RewardOutcome | None
-_Asked = tuple[str, tuple[int, ...], SamplingParams, int]
-"""Name of the conversation, prompt, parameters, tokens drawn before."""
+_Asked = tuple[str, tuple[int, ...], SamplingParams, int, tuple[str, ...]]
+"""Name of the conversation, prompt, parameters, tokens drawn before, images of the prompt."""
 _Waiting = dict[int, asyncio.Future[Generation]]
 """Waiting requests by the index of the episode."""
 
@@ -159,6 +159,7 @@ class _Requests:
         max_tokens: int,
         stop: tuple[str | int, ...],
         num_drawn: int,
+        images: tuple[str, ...] = (),
     ) -> tuple[Segment, str]:
         """See `distflow.environments.chat.Generate`. index: of the episode's sample. fork: name of the conversation."""
         if self._episode_of(index) not in self._running:
@@ -171,7 +172,7 @@ class _Requests:
         )
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         with deadline_paused():
-            waiting = self._asked.setdefault((fork, prompt, params, num_drawn), {})
+            waiting = self._asked.setdefault((fork, prompt, params, num_drawn, images), {})
             waiting[index] = future
             if (tell := on_token.get()) is not None:
                 self._heard[fork, index] = tell
@@ -256,11 +257,12 @@ class _Requests:
 
     def _send(self) -> None:
         asked, self._asked = [] if self._closed else [item for item in self._asked.items() if item[1]], {}
-        for (fork, prompt, params, num_drawn), waiting in sorted(asked, key=lambda item: (min(item[1]), item[0][0])):
+        in_order = sorted(asked, key=lambda item: (min(item[1]), item[0][0]))
+        for (fork, prompt, params, num_drawn, images), waiting in in_order:
             stream = self._group.stream.fork(fork)
             samples = tuple(sorted(waiting))
             policy = self._policy_of(fork)
-            request = GenerateRequest(prompt, samples, params, stream, num_drawn, self._may_continue, policy)
+            request = GenerateRequest(prompt, samples, params, stream, num_drawn, self._may_continue, policy, images)
             if any((fork, index) in self._heard for index in samples):
                 request = replace(request, heard=partial(self._tell, fork))
             task = asyncio.ensure_future(self._generate(request, waiting))
@@ -409,6 +411,7 @@ class _Episodes:
         group, longest = self.group, self.group.params.max_tokens
         limits = Limits(longest, self.ctx.config.data.max_prompt_length + longest)
         chat = Chat(self.tokens, partial(self.requests.ask, index, ""), limits, templated=templated)
+        chat.image_store = self.ctx.config.trainer.run_dir / "data" / "images"
         chat.clock_stopped, chat.version = deadline_paused, group.prompt_group.version
         if not self.ctx.validating:
             chat.sampling = {name: getattr(group.params, name) for name in ("temperature", "top_p", "top_k", "greedy")}
@@ -552,7 +555,8 @@ class _Episodes:
 
 def read_outcome(returned: object) -> Outcome:
     """The outcome of an episode's result: a number, a mapping of parts by name (their sum is the score, unless one is
-    called `score`), the result of `reward_fn`, or None, which rejects it. Raises ValueError for anything else."""
+    called `score`; `extra` is only shown), the result of `reward_fn`, or None, which rejects it. Raises ValueError for
+    anything else."""
     if isinstance(returned, RewardOutcome):
         read_score(returned.accuracy)
         if isinstance(returned.reward_result, Score):
@@ -562,12 +566,13 @@ def read_outcome(returned: object) -> Outcome:
     if not isinstance(returned, Mapping):
         value, extra = read_score(returned)
         return RewardOutcome(Score(value, extra), {}, value)
-    parts = {str(name): read_score(part)[0] for name, part in returned.items() if name not in ("score", ACC)}
+    parts = {str(name): read_score(part)[0] for name, part in returned.items() if name not in ("score", ACC, "extra")}
     if not parts and "score" not in returned:
         raise ValueError("it returned a mapping without a part")
     value, _ = read_score(returned["score"] if "score" in returned else sum(parts.values()))
     accuracy = read_score(returned[ACC])[0] if ACC in returned else value
-    return RewardOutcome(Score(value), {name: Score(part) for name, part in parts.items()}, accuracy)
+    shown = dict(returned.get("extra", {}))
+    return RewardOutcome(Score(value, shown), {name: Score(part) for name, part in parts.items()}, accuracy)
 
 
 def describe_turns(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> list[str]:

@@ -1,0 +1,102 @@
+"""`action_tokens`: numbers of an action as tokens, one for each dimension, which is divided into equal bins."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distflow.errors import UserError
+from distflow.untrusted_files import check_file
+
+
+@dataclass(frozen=True)
+class ActionTokens:
+    """Chunks of actions as token ids, step by step, each dimension in turn.
+
+    low, high: bounds of each dimension. bins: how many a dimension has; the number of a bin is its middle. first: token
+    id of bin 0, which those of the other bins follow. chunk: steps of a chunk. clips: numbers beyond the bounds count
+    as the nearest bin, as statistics of quantiles want it.
+    """
+
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    bins: int
+    first: int
+    chunk: int
+    clips: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises UserError for bounds whose bins cannot be told apart."""
+        middles = self._middles(np.arange(self.bins)[:, None].repeat(self.dim, axis=1))
+        if self.bins < 2 or not np.isfinite(middles).all() or (np.arange(self.bins) != self.bins_of(middles).T).any():
+            raise UserError(f"actions: {self.bins} bins between {self.low} and {self.high} cannot be told apart")
+
+    @property
+    def dim(self) -> int:
+        return len(self.low)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a chunk."""
+        return self.dim * self.chunk
+
+    def bins_of(self, actions: NDArray[np.float64]) -> NDArray[np.int64]:
+        """The bins of actions `(steps, dim)`. Raises ValueError for a number that is not finite, or out of bounds."""
+        actions, low, high = np.asarray(actions, np.float64), np.array(self.low), np.array(self.high)
+        outside = ~np.isfinite(actions) | (~np.array(self.clips) & ((actions < low) | (actions > high)))
+        if outside.any():
+            step, part = np.argwhere(outside)[0]
+            bounds = f"{self.low[part]:g} to {self.high[part]:g}"
+            raise ValueError(
+                f"dimension {part} of action {step} is {actions[step, part]:g}, not a number from {bounds}"
+            )
+        return np.clip(np.floor((actions - low) / (high - low) * self.bins), 0, self.bins - 1).astype(np.int64)
+
+    def encode(self, actions: NDArray[np.float64]) -> list[int]:
+        """The tokens of actions `(steps, dim)`; raises as `bins_of`."""
+        return [int(each) for each in self.first + self.bins_of(actions).reshape(-1)]
+
+    def decode(self, token_ids: Sequence[int]) -> NDArray[np.float64]:
+        """The actions `(steps, dim)` of a response, up to the first token that is none, or a step that is cut."""
+        bins = np.array(token_ids, np.int64) - self.first
+        wrong = np.flatnonzero((bins < 0) | (bins >= self.bins))
+        steps = int(wrong[0] if len(wrong) else len(bins)) // self.dim
+        return self._middles(bins[: steps * self.dim].reshape(steps, self.dim))
+
+    def _middles(self, bins: NDArray[np.int64]) -> NDArray[np.float64]:
+        low, high = np.array(self.low), np.array(self.high)
+        return low + (bins + 0.5) * ((high - low) / self.bins)
+
+
+def action_bounds(options: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...], bool]:
+    """Lower and upper bounds, and whether they are quantiles: from `low` and `high`, or from the file `statistics` with
+    `unnorm_key`, as OpenVLA's `dataset_statistics.json` has them. Raises UserError."""
+    dim = options.get("action_dim")
+    if "statistics" not in options:
+        pair: list[Any] = [options.get(name) for name in ("low", "high")]
+        if any(each is None for each in pair):
+            raise UserError("actions: set low and high, or statistics and unnorm_key")
+        low, high = ([each] * (dim or 1) if isinstance(each, int | float) else list(each) for each in pair)
+        is_quantiles = False
+    else:
+        low, high = _quantiles(Path(str(options["statistics"])), options.get("unnorm_key"))
+        is_quantiles = True
+    if not len(low) == len(high) == (dim or len(low)) or any(
+        one >= other for one, other in zip(low, high, strict=True)
+    ):
+        raise UserError(f"actions: {len(low)} lower and {len(high)} upper bounds for action_dim={dim}, each low < high")
+    return tuple(map(float, low)), tuple(map(float, high)), is_quantiles
+
+
+def _quantiles(path: Path, key: object) -> tuple[list[float], list[float]]:
+    try:
+        found = json.loads(check_file(path).read_text("utf-8"))
+        own = found[key] if key is not None or len(found) != 1 else next(iter(found.values()))
+        return list(own["action"]["q01"]), list(own["action"]["q99"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"actions.statistics={path}, unnorm_key={key}"
+        raise UserError(f"{what}: no q01 and q99 of actions ({type(error).__name__}: {error})") from None

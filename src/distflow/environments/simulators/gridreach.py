@@ -1,0 +1,70 @@
+"""`gridreach`: reach the target that the instruction names, on a grid of 5 x 5 cells, from an image of 20 x 20 pixels.
+The task of the tests and of the tutorial."""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distflow.environments.simulators.protocol import ChunkResult, Observation
+
+CELLS, CELL_PIXELS = 5, 4
+COLOURS = {"red": (230, 40, 40), "blue": (50, 80, 230)}
+_AGENT = (240, 240, 240)
+
+
+class GridReach:
+    """An action `(2,)` moves the agent by -1, 0 or 1 cells down and to the right. Entering the named target is a
+    success; entering the other one ends the episode too, as do `max_steps`."""
+
+    def __init__(self, max_steps: int = 8, swap: bool = False) -> None:
+        """swap: show the wrong instruction, to measure what a policy owes to it."""
+        self._max_steps, self._swap = max_steps, swap
+        self._places = np.zeros((3, 2), np.int64)  # of the agent, and of the targets in the order of `COLOURS`
+        self._goal = self._num_steps = 0
+        self._ended = True
+
+    async def reset(self, seed: int, options: Mapping[str, Any]) -> Observation:
+        draws = np.random.default_rng(seed)
+        self._places = np.stack(np.divmod(draws.permutation(CELLS * CELLS)[:3], CELLS), axis=1)
+        drawn = int(draws.integers(2))
+        named = options.get("instruction")
+        self._goal = [*COLOURS].index(named) if named in COLOURS else drawn
+        self._num_steps, self._ended = 0, False
+        return self._seen()
+
+    async def step(self, chunk: NDArray[np.float64]) -> ChunkResult:
+        rewards, terminated, truncated = list[float](), list[bool](), list[bool]()
+        for action in chunk:
+            if self._ended:
+                break
+            self._num_steps += 1
+            moved = self._places[0] + np.clip(np.rint(action), -1, 1).astype(np.int64)
+            self._places[0] = np.clip(moved, 0, CELLS - 1)
+            reached = [bool((self._places[0] == place).all()) for place in self._places[1:]]
+            rewards.append(float(reached[self._goal]))
+            terminated.append(any(reached))
+            truncated.append(not any(reached) and self._num_steps >= self._max_steps)
+            self._ended = terminated[-1] or truncated[-1]
+        return ChunkResult(rewards, terminated, truncated, [reward == 1.0 for reward in rewards], self._seen())
+
+    def shortest(self) -> list[tuple[int, ...]]:
+        """Actions of a shortest way to the named target, past the other one, for examples to learn from."""
+        start, goal, other = (tuple(self._places[place].tolist()) for place in (0, 1 + self._goal, 2 - self._goal))
+        ways: dict[tuple[int, ...], list[tuple[int, ...]]] = {start: []}
+        for place in (waiting := [start]):  # it grows
+            for move in itertools.product((-1, 0, 1), repeat=2):
+                after = place[0] + move[0], place[1] + move[1]
+                if after not in ways and after != other and all(0 <= each < CELLS for each in after):
+                    ways[after] = [*ways[place], move]
+                    waiting.append(after)
+        return ways[goal]
+
+    def _seen(self) -> Observation:
+        pixels = np.full((CELLS, CELLS, 3), 20, np.uint8)
+        for place, colour in zip(self._places[::-1], (*reversed(COLOURS.values()), _AGENT), strict=True):
+            pixels[tuple(place)] = colour
+        image = pixels.repeat(CELL_PIXELS, axis=0).repeat(CELL_PIXELS, axis=1)
+        return Observation({"image": image}, np.zeros(0, np.float32), [*COLOURS][self._goal ^ self._swap])

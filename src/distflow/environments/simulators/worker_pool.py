@@ -1,0 +1,164 @@
+"""Worker processes that hold the simulators of a run's episodes. A worker executes one chunk of one episode at a time;
+one that dies or is overdue is replaced, the episode that caused it fails, and its others are played again."""
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from distflow.data.episode_event_hook import on_event
+from distflow.environments.simulators import protocol
+from distflow.environments.simulators.protocol import Observation, from_json
+from distflow.environments.user_process import CallFailed, ProcessEnded, ProcessServer, UserProcess
+from distflow.errors import UserError
+
+_MOST_REPLAYS = 3
+"""Of an episode whose workers are lost to others."""
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A process, once it has started, and the number of its episodes. is_gone: it was killed."""
+
+    process: UserProcess | None = None
+    num_episodes: int = 0
+    is_gone: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class SimulatorPool:
+    """Workers with an env each, see `SimulatorHost`. timeout_s: of each `reset`, and of each chunk."""
+
+    def __init__(self, env: str, options: Mapping[str, Any], num_workers: int, timeout_s: float) -> None:
+        """Raises UserError if the env cannot be made, or `reset` does not repeat a state."""
+        self._server = ProcessServer(f"{protocol.__name__}:SimulatorHost", {"env": env, "options": dict(options)})
+        self.close = self._server.close
+        self._num_workers, self._timeout_s = num_workers, timeout_s
+        self._workers, self._keys = list[_Worker](), itertools.count()
+        self.new_key = lambda: str(next(self._keys))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.num_replaced = 0
+        with ThreadPoolExecutor(1) as thread:  # the caller's thread may run a loop
+            failed = thread.submit(asyncio.run, self._check()).result()
+        if failed:
+            self.close()
+            raise UserError(f"the simulator '{env}' {failed}")
+
+    async def begin(self, seed: int, options: Mapping[str, Any]) -> "Episode":
+        """Begin an episode in the worker that has the fewest. Raises CallFailed."""
+        episode = Episode(self, self.free_worker(), {"seed": seed, "options": dict(options)})
+        try:
+            await episode.begin()
+        except (CallFailed, asyncio.CancelledError):
+            episode.leave()
+            raise
+        return episode
+
+    def free_worker(self) -> _Worker:
+        """The worker that has the fewest episodes; a lost one is replaced."""
+        if self._loop is not (loop := asyncio.get_running_loop()):
+            self._loop, self._workers = loop, [_Worker() for _ in range(self._num_workers)]
+        number = min(range(self._num_workers), key=lambda number: self._workers[number].num_episodes)
+        if self._workers[number].is_gone:
+            self._workers[number] = _Worker()
+            self.num_replaced += 1
+        return self._workers[number]
+
+    async def call(self, worker: _Worker, method: str, **arguments: Any) -> Any:
+        """The result of the host's method. Raises CallFailed, ProcessEnded, WorkerLost."""
+        async with worker.lock:
+            if worker.is_gone:
+                raise WorkerLost("its worker was replaced, because the simulator of another episode died or hung")
+            if worker.process is None:
+                worker.process = await self._server.fork("simulator")
+            try:
+                return await worker.process.call(method, self._timeout_s, **arguments)
+            except (ProcessEnded, asyncio.CancelledError):  # the answer to a cancelled call would be taken for the next
+                worker.is_gone, worker.num_episodes = True, 0
+                worker.process.close()
+                raise
+
+    async def _check(self) -> str:
+        """Why the env cannot be used; empty if it can."""
+        process = await self._server.fork("check")
+        try:
+            differing = await process.call("repeats", 4 * self._timeout_s)
+        except CallFailed as error:
+            return f"cannot be used: {error}"
+        finally:
+            process.close()
+        why = "has another state after reset with the same seed and options: derive all that is random from the seed"
+        return f"{why} ({differing} differs)" if differing else ""
+
+
+class WorkerLost(ProcessEnded):
+    """Another episode has ended the worker."""
+
+
+class Episode:
+    """An episode in a worker. If another one ends the worker, this one is played again in a new worker, up to where it
+    was. seen: its last observation."""
+
+    def __init__(self, pool: SimulatorPool, worker: _Worker, start: Mapping[str, Any]) -> None:
+        self._pool, self._start, self._chunks = pool, start, list[list[list[float]]]()
+        self.seen = Observation()
+        self._last: Any = None
+        self._has_left = False
+        self._join(worker)
+
+    async def begin(self) -> None:
+        """Raises CallFailed."""
+        self._last = await self._call("begin", **self._start)
+        self.seen = from_json(self._last)
+
+    async def step(self, actions: Sequence[Sequence[float]]) -> dict[str, Any]:
+        """`ChunkResult` by name. Raises CallFailed."""
+        chunk = [[*map(float, action)] for action in actions]
+        result: dict[str, Any] = await self._call("act", actions=chunk)
+        self._chunks.append(chunk)
+        self._last = result["observation"]
+        self.seen = from_json(self._last)
+        return result
+
+    async def close(self) -> None:
+        """Return the simulator."""
+        self.leave()
+        with suppress(CallFailed):
+            await self._pool.call(self._worker, "end", key=self._key)
+
+    def leave(self) -> None:
+        if not self._has_left and not self._worker.is_gone:
+            self._worker.num_episodes -= 1
+        self._has_left = True
+
+    def _join(self, worker: _Worker) -> None:
+        self._worker, self._key, self._has_left = worker, self._pool.new_key(), False
+        worker.num_episodes += 1
+
+    async def _call(self, method: str, **arguments: Any) -> Any:
+        for _ in range(_MOST_REPLAYS):
+            try:
+                return await self._pool.call(self._worker, method, key=self._key, **arguments)
+            except WorkerLost:
+                await self._replay()
+        return await self._pool.call(self._worker, method, key=self._key, **arguments)
+
+    async def _replay(self) -> None:
+        """Raises CallFailed if it does not end in the same state."""
+        self._join(self._pool.free_worker())
+        if self._last is None:  # it has not begun
+            return
+        note = on_event.set(None)  # the episode has had these calls
+        try:
+            seen = await self._pool.call(self._worker, "begin", key=self._key, **self._start)
+            for chunk in self._chunks:
+                seen = (await self._pool.call(self._worker, "act", key=self._key, actions=chunk))["observation"]
+        except WorkerLost:  # the next attempt begins anew
+            return
+        finally:
+            on_event.reset(note)
+        if seen != self._last:
+            raise CallFailed("its worker was lost, and the same actions lead to another state in a new one")

@@ -1,0 +1,197 @@
+"""Nodes of policies that act in simulators: columns of episodes, the success filter, embeddings and SRPO rewards. No
+other pipeline imports this module."""
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distflow.algorithms.advantages.group_estimator_base import on_last_token
+from distflow.algorithms.srpo import SrpoReward, SrpoSettings, srpo_rewards
+from distflow.config import Config
+from distflow.errors import UserError
+from distflow.graph import Drop, NodeOutput, NodeRole, node, node_factory
+from distflow.graph.fields import register_field
+from distflow.import_target import LoadError, load_function
+from distflow.training.engine import Collective
+from distflow.untrusted_files import load_image
+
+PIXELS, _SIDE, _MOST_DIMENSIONS = "pixels", 8, 48
+_FAILURES = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError, UserError)
+TOO_EASY, TOO_HARD, TRUNCATED = "success_above_bound", "success_below_bound", "truncated"
+
+register_field("success", "bool", "sample", "the episode reached its goal")
+register_field("env_steps", "int64", "sample", "env steps that were executed")
+register_field("finish_step", "int64", "sample", "the env step that ended the episode, from 1")
+register_field("episode_len", "int64", "sample", "decisions of the policy")
+register_field("embeddings", "object", "object", "an episode's vector, for SRPO; empty without one")
+register_field("srpo_distance", "float32", "sample", "of a failure to the successes of its task, from 0 to 1; else -1")
+
+
+@node(writes=("success", "env_steps", "finish_step", "episode_len"), scope="group")
+def simulator_columns(reward_parts: list[Mapping[str, float]]) -> dict[str, Tensor]:
+    """What the workflow `simulator` counted, as columns; 0 for episodes without a score."""
+    steps = torch.tensor([int(parts.get("env_steps", 0)) for parts in reward_parts])
+    return {
+        "success": torch.tensor([parts.get("success", 0.0) == 1.0 for parts in reward_parts]),
+        "env_steps": steps,
+        "finish_step": steps,
+        "episode_len": torch.tensor([int(parts.get("episode_len", 0)) for parts in reward_parts]),
+    }
+
+
+@node_factory
+@node(role=NodeRole.DYNAMIC_SAMPLING, writes=())
+def embodied_sampling(config: Config) -> Callable[..., object]:
+    """The filter of groups by `embodied_sampling`."""
+    return partial(keep_group, **asdict(config.embodied_sampling))
+
+
+@node(role=NodeRole.DYNAMIC_SAMPLING, writes=())
+def keep_group(
+    success: Tensor,
+    truncated: Tensor,
+    valid: Tensor,
+    *,
+    filter_accuracy: bool,
+    accuracy_lower_bound: float,
+    accuracy_upper_bound: float,
+    filter_truncated: bool,
+) -> Drop | None:
+    """A group whose share of successes is out of bounds, or that has a truncated episode, is replaced. Episodes with a
+    reward error do not count."""
+    valid = valid.bool()
+    share = float(success[valid].double().mean()) if bool(valid.any()) else 0.0
+    if filter_accuracy and not accuracy_lower_bound <= share <= accuracy_upper_bound:
+        return Drop(TOO_HARD if share < accuracy_lower_bound else TOO_EASY)
+    return Drop(TRUNCATED) if filter_truncated and bool(truncated[valid].any()) else None
+
+
+def pixels(frames: NDArray[np.uint8]) -> list[float]:
+    """The last frame `(H, W, 3)`, averaged to at most 8 x 8 cells, from 0 to 1."""
+    last = frames[-1].astype(np.float64) / 255
+    rows, columns = (np.array_split(np.arange(size), min(size, _SIDE)) for size in last.shape[:2])
+    return [float(each) for row in rows for column in columns for each in last[np.ix_(row, column)].mean(axis=(0, 1))]
+
+
+@node_factory
+@node(role=NodeRole.REWARD, writes=("embeddings", "valid", "reward_errors"))
+def embed(config: Config) -> Callable[..., object]:
+    """The node for `srpo.embedder`. Raises UserError for an unusable one."""
+    if (target := config.srpo.embedder) == PIXELS:
+        return partial(embed_episodes, embedder=pixels)
+    try:
+        return partial(embed_episodes, embedder=load_function(target))
+    except LoadError as error:
+        raise UserError(f"srpo.embedder: {error}") from error
+
+
+@node(role=NodeRole.REWARD, writes=("embeddings", "valid", "reward_errors"), scope="group")
+async def embed_episodes(
+    reward_extra: list[Mapping[str, Any]],
+    valid: Tensor,
+    reward_errors: list[str | None],
+    *,
+    embedder: Callable[[NDArray[np.uint8]], object],
+) -> dict[str, object]:
+    """A vector of each episode's frames. An episode without a finite one has a reward error."""
+    vectors, errors = list[list[float]](), list[str | None](reward_errors)
+    for place, (extra, is_valid) in enumerate(zip(reward_extra, valid.tolist(), strict=True)):
+        vector, error = (
+            await asyncio.to_thread(_embedding_of, extra.get("frames", ()), embedder) if is_valid else ([], "")
+        )
+        vectors.append(vector)
+        errors[place] = error or errors[place]
+    dimensions = {len(vector) for vector in vectors if vector}
+    if len(dimensions) > 1:
+        raise UserError(f"srpo.embedder returned vectors of {sorted(dimensions)} numbers: return as many for all")
+    is_left = [bool(was) and bool(vector) for was, vector in zip(valid.tolist(), vectors, strict=True)]
+    return {"embeddings": vectors, "valid": torch.tensor(is_left), "reward_errors": errors}
+
+
+def _embedding_of(paths: Sequence[str], embedder: Callable[[NDArray[np.uint8]], object]) -> tuple[list[float], str]:
+    """The vector, or an empty one and why there is none."""
+    if not paths:
+        return [], "srpo.embedder: the episode has no frames: the simulator shows no images"
+    try:
+        found = embedder(np.stack([np.asarray(load_image(path)) for path in paths]))
+        vector = [float(each) for each in np.asarray(found, np.float64).reshape(-1)]
+    except _FAILURES as error:
+        return [], f"srpo.embedder: {type(error).__name__}: {error}"[:500]
+    if not vector or not all(map(math.isfinite, vector)):
+        return [], "srpo.embedder returned a vector that is empty, or has a number that is not finite"
+    return vector, ""
+
+
+@node_factory
+@node(role=NodeRole.REWARD, writes=("token_level_rewards", "srpo_distance", "reward_parts"))
+def srpo_reward(config: Config) -> Callable[..., object]:
+    """The node for the settings of `srpo`."""
+    return partial(shape_rewards, settings=srpo_settings(config))
+
+
+def srpo_settings(config: Config) -> SrpoSettings:
+    own = config.srpo
+    return SrpoSettings(own.eps, own.min_samples, own.max, own.steepness, own.reward_coef)
+
+
+@node(role=NodeRole.REWARD, writes=("token_level_rewards", "srpo_distance", "reward_parts"))
+def shape_rewards(
+    uid: list[str],
+    embeddings: list[list[float]],
+    success: Tensor,
+    valid: Tensor,
+    domain: list[str],
+    reward_extra: list[Mapping[str, Any]],
+    reward_parts: list[Mapping[str, float]],
+    response_mask: Tensor,
+    reduce: Collective,
+    *,
+    settings: SrpoSettings,
+) -> NodeOutput:
+    """SRPO's rewards, by the episodes of all ranks in the order of their ids: the same for any number of ranks."""
+    tasks = [task_of(*each) for each in zip(domain, reward_extra, strict=True)]
+    columns = zip(uid, tasks, success.tolist(), embeddings, valid.tolist(), strict=True)
+    own = [(name, task, won, vector) for name, task, won, vector, is_valid in columns if is_valid]
+    everyone = sorted(each for part in reduce.gather(own) for each in part)
+    names = [each[0] for each in everyone]
+    shaped = srpo_rewards(
+        [each[1] for each in everyone], [each[2] for each in everyone], [each[3] for each in everyone], settings
+    )
+    by_name = dict(zip(names, shaped, strict=True))
+    found = [by_name.get(name, SrpoReward(0.0, -1.0, 0, False)) for name in uid]
+    parts = [
+        {
+            **parts,
+            "srpo_distance": each.distance,
+            "srpo_clusters": float(each.clusters),
+            "srpo_fallback": float(each.fallback),
+        }
+        for parts, each in zip(reward_parts, found, strict=True)
+    ]
+    distances = torch.tensor([each.distance for each in found])
+    rewards = on_last_token(torch.tensor([each.reward for each in found]), response_mask)
+    written = {"token_level_rewards": rewards, "srpo_distance": distances, "reward_parts": parts}
+    return NodeOutput(written, _metrics(shaped, everyone))
+
+
+def task_of(domain: str, extra: Mapping[str, Any]) -> str:
+    """Episodes of one domain with one instruction have the same task."""
+    return f"{domain}: {extra.get('instruction', '')}"
+
+
+def _metrics(shaped: Sequence[SrpoReward], everyone: Sequence[tuple[str, str, bool, list[float]]]) -> dict[str, float]:
+    lost = [each for each in shaped if each.distance >= 0]
+    tasks = {task: each for (_, task, _, _), each in zip(everyone, shaped, strict=True)}
+    return {
+        "srpo/reward_of_failures": sum(each.reward for each in lost) / max(len(lost), 1),
+        "srpo/clusters": sum(each.clusters for each in tasks.values()) / max(len(tasks), 1),
+        "srpo/fallback_frac": sum(each.fallback for each in tasks.values()) / max(len(tasks), 1),
+    }

@@ -1,0 +1,126 @@
+"""Runs whose policy acts in a simulator: audited, resumed, over two processes; and faults that the audits find."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distflow.algorithms.srpo import SrpoReward
+from distflow.cli import main
+from distflow.environments.chat import Chat
+from distflow.environments.simulators import workflow
+from distflow.errors import TrustError
+from distflow.observe.run_reader import read_samples
+from distflow.pipelines.nodes import acting
+from tests.e2e.runs import Playground, Run
+from tests.tiny_models import tiny_tokenizer
+from tests.tiny_vision_models import write_tiny_llava
+
+FILE = f"{Path(__file__).parents[1] / 'environments' / 'simulators' / 'faulty.py'}:"
+ACTS = (
+    *("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.workflow=simulator", "trust.audit_freq=1"),
+    *("data.max_prompt_length=48", "data.max_response_length=9", "trainer.total_training_steps=2", "~reward.functions"),
+    *("~custom_reward_function.path", "~reward.num_workers", "actor_rollout_ref.actor.optim.scheduler=constant"),
+)
+
+
+def options(**changes: Any) -> str:
+    """All tokens are actions, so that random weights reach some targets."""
+    bins = len(tiny_tokenizer())
+    actions = {"bins": bins, "low": -1.5, "high": 1.5, "action_dim": 2, "action_chunks_len": 4, "first_token": 0}
+    return f"actor_rollout_ref.rollout.workflow_kwargs={flow({'env': 'gridreach', 'actions': actions, **changes})}"
+
+
+def flow(value: Any) -> str:
+    """As an override writes it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {flow(each)}" for name, each in value.items()) + "}"
+    return json.dumps(value)
+
+
+@pytest.fixture
+def playground(tmp_path: Path) -> Playground:
+    made = Playground(tmp_path)
+    write_tiny_llava(tmp_path / "model")
+    made.write_rows([{"prompt": f"{number}", "answer": "", "seed": number} for number in range(12)])
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["grpo", "embodied_srpo"])
+def test_every_audit_of_a_run_passes(playground: Playground, preset: str) -> None:
+    run = playground.run(preset, *ACTS, options())
+    passed = {name for audit in run.audits() for name in audit["proven"]}
+    assert {"episodes", "gradients", "log_probs", "masks", "rewards", "turns", "versions"} <= passed
+    assert not run.notes("warning")
+    samples = read_samples(run.folder, 1)
+    assert {row["finish_reason"] for row in samples} <= {"stop", "max_steps", "no_action"}
+    assert all(0 <= row["reward_parts"]["env_steps"] <= 8 for row in samples)
+    assert {row["score"] for row in samples} == {0.0, 1.0}
+    assert all(("srpo_distance" in row["reward_parts"]) == (preset == "embodied_srpo") for row in samples)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_bit_equal(playground: Playground) -> None:
+    saves = (*ACTS, options(), "trainer.save_freq=1")
+    whole = playground.run("embodied_srpo", *saves, "trainer.total_training_steps=3", name="whole").weights(3)
+    playground.run("embodied_srpo", *saves, name="cut")
+    resumed = playground.run("embodied_srpo", *saves, "trainer.total_training_steps=3", name="cut").weights(3)
+    assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
+
+
+@pytest.mark.slow
+def test_two_processes_end_where_one_does(playground: Playground) -> None:
+    saves = (*ACTS, options(), "trainer.save_freq=2", "embodied_sampling.filter_accuracy=false")
+    one = playground.run("embodied_srpo", *saves, name="one")
+    assert main(["train", "embodied_srpo", *playground.overrides("two", *saves, "trainer.n_gpus_per_node=2")]) == 0
+    two = Run(playground.folder / "two", one.config, one.outcome)
+    for name, weight in one.weights(2).items():
+        assert torch.allclose(weight, two.weights(2)[name], atol=1e-5), name
+
+
+@pytest.mark.slow
+def test_an_episode_whose_simulator_fails_is_never_a_zero(playground: Playground) -> None:
+    """Places from 100 on fail: a group with one is replaced."""
+    playground.write_rows([{"prompt": f"{n}", "answer": "", "seed": 150 if n % 3 == 0 else n} for n in range(12)])
+    prompt = "{instruction}{state}"
+    faulty = options(env=f"{FILE}Fails", env_kwargs={"how": "dies"}, prompt=prompt, score="return")
+    run = playground.run("grpo", *ACTS, faulty, "reward.on_error=drop", "reward.max_error_rate=1")
+    samples = read_samples(run.folder, 1)
+    assert samples and all(row["errors"] is None and row["score"] > 0 for row in samples)
+    assert "env_error" in (run.folder / "ledger.jsonl").read_text()
+
+
+def keeps_too_much(chat: Chat, number: int) -> None:
+    """Actions after the end of an episode count as used."""
+
+
+@pytest.mark.slow
+def test_actions_after_the_end_must_not_be_trained_on(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Chat, "keep", keeps_too_much)
+    with pytest.raises(TrustError, match="is trained on 8 tokens, not"):
+        playground.run("grpo", *ACTS, options())
+
+
+@pytest.mark.slow
+def test_the_policy_must_see_the_last_observation(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    first: dict[int, list[str]] = {}
+    right = workflow._store_images
+    monkeypatch.setattr(workflow, "_store_images", lambda seen, chat: first.setdefault(id(chat), right(seen, chat)))
+    with pytest.raises(TrustError, match="showed another image"):
+        playground.run("grpo", *ACTS, options())
+
+
+@pytest.mark.slow
+def test_rewards_must_be_those_of_the_formula(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = acting.srpo_rewards
+
+    def halved(*given: Any) -> list[SrpoReward]:
+        found = right(*given)
+        return [SrpoReward(each.reward / 2, *list(vars(each).values())[1:]) for each in found]
+
+    monkeypatch.setattr(acting, "srpo_rewards", halved)
+    with pytest.raises(TrustError, match="SRPO gives sample"):
+        playground.run("embodied_srpo", *ACTS, options())

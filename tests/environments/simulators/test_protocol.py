@@ -1,0 +1,191 @@
+"""The protocol of simulators, gridreach, gymnasium's environments, and the pool of worker processes."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distflow.environments.simulators.gridreach import GridReach
+from distflow.environments.simulators.protocol import (
+    GymnasiumSimulator,
+    Observation,
+    from_json,
+    simulator_maker,
+    to_json,
+)
+from distflow.environments.simulators.worker_pool import SimulatorPool
+from distflow.environments.user_process import CallFailed, ProcessEnded
+from distflow.errors import UserError
+
+FILE = f"{Path(__file__).with_name('faulty.py')}:"
+
+
+def run(work: Any) -> Any:
+    return asyncio.run(work)
+
+
+def test_gridreach_is_won_by_its_shortest_ways_and_lost_at_the_other_target() -> None:
+    grid, lengths = GridReach(), set[int]()
+    for seed in range(60):
+        first = run(grid.reset(seed, {}))
+        assert first.images["image"].shape == (20, 20, 3) and first.instruction in ("red", "blue")
+        actions = np.array(grid.shortest(), np.float64)
+        result = run(grid.step(np.concatenate([actions, np.ones((2, 2))])))
+        assert result.success == [False] * (len(actions) - 1) + [True] == result.terminated, seed
+        assert run(grid.step(actions)).rewards == [], "it does not reset itself"
+        lengths.add(len(actions))
+        run(grid.reset(seed, {"instruction": {"red": "blue", "blue": "red"}[first.instruction]}))
+        other = run(grid.step(actions))
+        assert not any(other.success)
+    assert lengths >= {1, 2, 3, 4}
+
+
+def test_gridreach_ends_by_its_time_limit_and_shows_the_other_word_when_swapped() -> None:
+    grid = GridReach(max_steps=3)
+    run(grid.reset(5, {}))
+    result = run(grid.step(np.zeros((8, 2))))
+    assert result.truncated == [False, False, True] and not any(result.terminated)
+    swapped = GridReach(swap=True)
+    words = {run(each.reset(5, {})).instruction for each in (grid, swapped)}
+    assert words == {"red", "blue"}
+    run(swapped.reset(5, {}))
+    assert run(swapped.step(np.array(swapped.shortest(), np.float64))).success[-1]
+
+
+def test_an_observation_is_written_and_read_unchanged() -> None:
+    image = np.random.default_rng(0).integers(0, 256, (3, 5, 3), dtype=np.uint8)
+    seen = Observation({"a": image, "b": image[::-1]}, np.array([0.1, -3.0], np.float32), "go")
+    again = from_json(to_json(seen))
+    assert again.instruction == "go" and again.state.tolist() == seen.state.tolist()
+    assert all((again.images[name] == value).all() for name, value in seen.images.items())
+
+
+class Space:
+    shape, dtype = (2,), np.dtype(np.float32)
+
+    def contains(self, action: Any) -> bool:
+        return action.dtype == np.float32 and bool((abs(action) <= 1).all())
+
+
+class Reacher:
+    """As gymnasium's environments are: Dict observations, Box actions."""
+
+    action_space = Space()
+
+    def reset(self, *, seed: int, options: Any) -> Any:
+        self.steps = 0
+        return {"b": np.array([seed, 2.0]), "a": np.array([[1]]), "camera": np.zeros((4, 4, 3), np.uint8)}, {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        seen = {"b": action, "a": np.array([[self.steps]]), "camera": np.ones((4, 4, 3), np.uint8)}
+        return seen, 1.0, self.steps == 3, False, {"is_success": self.steps == 3}
+
+
+def test_environments_of_gymnasium_are_simulators() -> None:
+    simulator = GymnasiumSimulator(Reacher, instruction="reach")
+    first = run(simulator.reset(7, {}))
+    assert first.state.tolist() == [1.0, 7.0, 2.0] and first.instruction == "reach" and {*first.images} == {"camera"}
+    result = run(simulator.step(np.full((5, 2), 0.5)))
+    assert result.rewards == [1.0] * 3 and result.success == result.terminated == [False, False, True]
+    assert result.observation.state.tolist() == [3.0, 0.5, 0.5]
+    run(simulator.reset(7, {}))
+    with pytest.raises(ValueError, match="is not in the environment's space"):
+        run(simulator.step(np.full((1, 2), 1.5)))
+
+
+def test_cartpole_is_a_simulator() -> None:
+    pytest.importorskip("gymnasium")
+    simulator: Any = simulator_maker("CartPole-v1")()
+    seen = [run(simulator.reset(3, {})).state.tolist() for _ in range(2)]
+    assert seen[0] == seen[1] and len(seen[0]) == 4
+    result = run(simulator.step(np.ones((200, 1))))
+    assert result.terminated[-1] and len(result.rewards) < 20
+
+
+def pool(name: str, timeout_s: float = 30.0, workers: int = 1, **options: Any) -> SimulatorPool:
+    return SimulatorPool(name, options, workers, timeout_s)
+
+
+def playing(made: SimulatorPool, play: Callable[[SimulatorPool], Any]) -> Any:
+    try:
+        return asyncio.run(play(made))
+    finally:
+        made.close()
+
+
+def test_a_pool_plays_several_episodes_at_once_and_uses_simulators_again() -> None:
+    async def play(made: SimulatorPool) -> Any:
+        first, other = await made.begin(1, {}), await made.begin(5, {})
+        one = await first.step([[1.0]])
+        assert first.seen.state.tolist() == [2.0] and one["terminated"] == [False]
+        assert (await other.step([[1.0]] * 4))["terminated"] == [False, False, True]
+        await other.close()
+        again = await made.begin(5, {})
+        assert again.seen.state.tolist() == [5.0]
+        assert (await first.step([[2.0]]))["rewards"] == [0.5] and first.seen.state.tolist() == [4.0]
+
+    playing(pool(f"{FILE}Line"), play)
+
+
+@pytest.mark.parametrize(
+    ("name", "differs"), [("Unseeded", "a used simulator"), ("Remembers", "a used simulator")], ids=str
+)
+def test_a_simulator_whose_reset_does_not_repeat_is_refused_at_the_start(name: str, differs: str) -> None:
+    with pytest.raises(UserError, match=rf"has another state after reset .* \({differs} differs\)"):
+        pool(f"{FILE}{name}")
+
+
+@pytest.mark.parametrize(("name", "says"), [("nowhere:Env", "nowhere"), (f"{FILE}Absent", "Absent")])
+def test_an_unknown_simulator_is_refused(name: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        pool(name)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("nan reward", "returned the rewards"),
+        ("goes on", "went on after the episode's end"),
+        ("stops", "executed 1 of 2 actions"),
+        ("nan state", "not finite"),
+        ("other form", "but the episode's first one had"),
+        ("float image", "not uint8"),
+    ],
+)
+def test_what_breaks_the_protocol_fails_its_episode_alone(how: str, says: str) -> None:
+    async def play(made: SimulatorPool) -> None:
+        bad, good = await made.begin(100, {}), await made.begin(1, {})
+        with pytest.raises(CallFailed, match=says):
+            await bad.step([[1.0]] * 2)
+        assert len((await good.step([[1.0]] * 2))["rewards"]) == 2
+
+    playing(pool(f"{FILE}Fails", how=how), play)
+
+
+@pytest.mark.parametrize(("how", "says"), [("dies", "exited with status 3"), ("hangs", "no answer within 1 s")])
+def test_a_worker_that_dies_or_hangs_is_replaced(how: str, says: str) -> None:
+    async def play(made: SimulatorPool) -> None:
+        bad, beside, elsewhere = await made.begin(100, {}), None, await made.begin(1, {})
+        beside = await made.begin(2, {})
+        await beside.step([[1.0]])
+        with pytest.raises(ProcessEnded, match=says):
+            await bad.step([[1.0]])
+        assert (await beside.step([[1.0]]))["rewards"] == [0.5]
+        assert beside.seen.state.tolist() == [4.0], "it was played again in the new worker"
+        assert len((await elsewhere.step([[1.0]]))["rewards"]) == 1
+        for episode in (bad, beside, elsewhere):
+            await episode.close()
+        after = [await made.begin(seed, {}) for seed in (3, 4)]
+        assert [each.seen.state.tolist() for each in after] == [[3.0], [4.0]]
+        assert made.num_replaced == 1
+
+    playing(pool(f"{FILE}Fails", timeout_s=1.0, workers=2, how=how), play)
+
+
+def test_a_simulator_that_fails_in_the_check_is_refused() -> None:
+    with pytest.raises(UserError, match="cannot be used: TypeError"):
+        pool(f"{FILE}Line", ends_at=3, nonsense=1)

@@ -1,0 +1,117 @@
+"""Episodes in simulators: their prompts, masks, scores, and what ends them."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.data.batch import Batch
+from distflow.data.sample import Sample, Segment
+from distflow.environments.chat import Chat, ChatError, Limits, Prompt
+from distflow.environments.simulators.workflow import SimulatorWorkflow
+from distflow.environments.turn_encoding import TurnTokens
+from distflow.environments.user_process import CallFailed
+from distflow.environments.workflows import Row
+from distflow.errors import UserError
+from tests.tiny_models import tiny_tokenizer
+
+FILE = f"{Path(__file__).with_name('faulty.py')}:"
+ACTIONS = {"bins": 3, "low": [-1.5, -1.5], "high": [1.5, 1.5], "first_token": 10, "action_chunks_len": 4}
+
+
+def play(tmp_path: Path, *replies: list[int], response: int = 8, seed: int = 1, **options: Any) -> tuple[Any, Chat]:
+    """The result, and the chat with these replies of the policy, of which the last is repeated."""
+    tokenizer, left = tiny_tokenizer(), [*replies]
+
+    async def generate(ids: Any, most: int, stop: Any, drawn: int, images: Any = ()) -> tuple[Segment, str]:
+        ids = tuple((left.pop(0) if len(left) > 1 else left[0])[:most])
+        return Segment("policy", ids, (-0.5,) * len(ids), (-0.5,) * len(ids), (0,) * len(ids)), "length"
+
+    chat = Chat(TurnTokens(tokenizer, [2], {}), generate, Limits(response, response + 100), templated=False)
+    chat.image_store = tmp_path
+    workflow = SimulatorWorkflow(
+        **{"env": f"{FILE}Line", "actions": ACTIONS, "prompt": "{instruction}{state}", **options}
+    )
+    row = Row(Prompt("x", [5]), extra_info={"seed": seed})
+    return asyncio.run(workflow(chat, row)), chat
+
+
+@pytest.mark.parametrize("ends_at", range(1, 10))
+@pytest.mark.parametrize("success", [True, False])
+def test_masks_reach_up_to_the_action_that_ended_the_episode(tmp_path: Path, ends_at: int, success: bool) -> None:
+    result, chat = play(tmp_path, [10, 11, 12, 10, 11, 12, 12, 12], env_kwargs={"ends_at": ends_at, "success": success})
+    decisions = -(-ends_at // 4)
+    assert result["env_steps"] == ends_at and result["episode_len"] == decisions
+    assert result["score"] == result["success"] == float(success)
+    assert chat.conversations[-1].finish_reason == ("stop" if success else "max_steps")
+    for number, talk in enumerate(chat.conversations[-1:] if decisions == 1 else [*chat.conversations][:decisions]):
+        own = {segment.owner: len(segment.token_ids) for segment in talk.segments[1:]}
+        steps = min(4, ends_at - 4 * number)
+        assert own == {"policy": 2 * steps, **({"unused": 8 - 2 * steps} if steps < 4 else {})}, number
+
+
+def test_a_token_that_is_no_action_ends_the_episode_and_is_trained_on(tmp_path: Path) -> None:
+    result, chat = play(tmp_path, [10, 11, 12, 99, 11, 12, 12, 12], env_kwargs={"ends_at": 9})
+    assert result["env_steps"] == 1 and result["score"] == 0.0
+    assert chat.finish_reason == "no_action"
+    assert [(each.owner, len(each.token_ids)) for each in chat.segments[1:]] == [("policy", 4), ("unused", 4)]
+    result, chat = play(tmp_path, [99, 11], env_kwargs={"ends_at": 9})
+    assert result["env_steps"] == 0 and chat.finish_reason == "no_action"
+    assert [(each.owner, len(each.token_ids)) for each in chat.segments[1:]] == [("policy", 2)]
+
+
+def test_only_a_prefix_of_each_chunk_is_executed(tmp_path: Path) -> None:
+    result, chat = play(tmp_path, [11] * 8, env_kwargs={"ends_at": 5}, actions={**ACTIONS, "execute": 2})
+    assert (result["env_steps"], result["episode_len"]) == (5, 3)
+    talks = sorted(chat.conversations, key=lambda talk: talk.name)
+    assert [len(talk.segments[1].token_ids) for talk in talks] == [4, 4, 2]
+    assert [len(talk.segments[2].token_ids) for talk in talks] == [4, 4, 6]
+
+
+def test_a_sample_is_each_decision_as_a_sequence_of_its_own(tmp_path: Path) -> None:
+    _, chat = play(tmp_path, [11] * 8, env_kwargs={"ends_at": 6})
+    first, second = sorted(chat.conversations, key=lambda talk: talk.name)
+    assert chat.tokens.decode(first.segments[0].token_ids) == "go1"
+    forks = ((second.name, 8),)
+    batch = Batch.from_samples([Sample("0-0", 0, [*first.segments, *second.segments], forks=forks)])
+    lengths = [sum(len(segment.token_ids) for segment in talk.segments) for talk in (first, second)]
+    assert batch.conversation_lengths().tolist() == lengths
+    given = len(second.segments[0].token_ids)
+    assert batch["response_mask"][0].tolist() == [1.0] * 8 + [0.0] * given + [1.0] * 4 + [0.0] * 4
+
+
+def test_the_score_may_be_the_sum_of_rewards(tmp_path: Path) -> None:
+    result, _ = play(tmp_path, [11] * 8, env_kwargs={"ends_at": 3, "success": False}, score="return")
+    assert result["score"] == 1.5 and result["success"] == 0.0 and result["acc"] == 0.0
+
+
+def test_the_same_row_begins_in_the_same_state_and_another_seed_in_another(tmp_path: Path) -> None:
+    prompts = [play(tmp_path, [11] * 8, seed=seed)[1].segments[0].token_ids for seed in (1, 1, 2)]
+    assert prompts[0] == prompts[1] != prompts[2]
+
+
+@pytest.mark.parametrize("how", ["dies", "nan reward"])
+def test_a_simulator_that_fails_is_an_error_of_the_episode(tmp_path: Path, how: str) -> None:
+    with pytest.raises(CallFailed):
+        play(tmp_path, [11] * 8, seed=100, env=f"{FILE}Fails", env_kwargs={"how": how})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"actions": {**ACTIONS, "bin": 3}}, "actions.bin: no such option"),
+        ({"actions": {"bins": 3}}, "set low and high"),
+        ({"score": "reward"}, "score=reward"),
+        ({"actions": {**ACTIONS, "execute": 5}}, "execute=5"),
+        ({"num_workers": 0}, "num_workers=0"),
+        ({"env": "nowhere"}, "nowhere"),
+        ({"actions": {**ACTIONS, "first_token": 10_000}}, "first_token"),
+        ({"actions": {**ACTIONS, "first_token": "<absent>"}}, "no token '<absent>'"),
+        ({"response": 7}, "set data.max_response_length"),
+        ({"env_kwargs": {"images": True}}, "reads text alone"),
+    ],
+)
+def test_what_cannot_be_played_is_refused(tmp_path: Path, options: dict[str, Any], says: str) -> None:
+    with pytest.raises((UserError, ChatError), match=says):
+        play(tmp_path, [11] * 8, **options)
