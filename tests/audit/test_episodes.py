@@ -196,12 +196,12 @@ def test_a_checker_that_is_paid_for_an_error(tmp_path: Path, monkeypatch: Patch)
 
 @pytest.mark.slow
 def test_replies_with_more_tokens_than_were_asked_for(tmp_path: Path, monkeypatch: Patch) -> None:
-    playground, original = Playground(tmp_path), workflow_rollout._Requests.ask
+    playground, original = Playground(tmp_path), workflow_rollout.EpisodeRequests.ask
     (tmp_path / "flows.py").write_text(PAID)
 
     async def planted(self: Any, index: int, fork: str, prompt: Any, most: int, *more: Any) -> Any:
         return await original(self, index, fork, prompt, most + 1, *more)
 
-    monkeypatch.setattr(workflow_rollout._Requests, "ask", planted)
+    monkeypatch.setattr(workflow_rollout.EpisodeRequests, "ask", planted)
     with pytest.raises(TrustError, match=r"\(episodes\): a reply of sample \S+ has 5 tokens, but the workflow asked"):
         playground.run("grpo", f"{WORKFLOW}={tmp_path}/flows.py:scored", *SHORT)

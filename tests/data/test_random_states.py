@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -43,14 +44,14 @@ def test_several_draw_in_turns_as_each_does_alone_and_leave_the_global_generator
     outside = [draw() for draw in DRAWS.values() for _ in range(3)]
     random_states.seed("outside")
     np.random.randn()
-    own = [random_states.seeded("strand", number) for number in range(4)]
+    begins = [partial(random_states.seed, "strand", number) for number in range(4)]
     orders, found = [iter(order(number)) for number in range(4)], [list[float]() for _ in range(4)]
     turns = [number for number in range(4) for _ in range(200)]
     random.Random(7).shuffle(turns)
     for number in turns:
-        with random_states.lent(own[number]):
+        with random_states.lent(begins[number]):
             found[number].append(DRAWS[next(orders[number])]())
-            own[number] = random_states.states()
+            begins[number] = partial(random_states.put_back, random_states.states())
     assert found == wanted
     assert [draw() for draw in DRAWS.values() for _ in range(3)] == outside
 
@@ -74,7 +75,7 @@ def test_states_survive_a_user_who_seeds_and_sets_them() -> None:
     state = np.random.get_state()
     np.random.seed(6)
     np.random.set_state(state)
-    with random_states.lent(random_states.seeded("x")):
+    with random_states.lent(partial(random_states.seed, "x")):
         np.random.randn(3)
     drawn = np.random.rand()
     random_states.put_back(first)

@@ -106,7 +106,7 @@ def claimed_for_a_run(run_dir: Path) -> Iterator[None]:
 
     threads = torch.get_num_threads()
     try:
-        with claimed(run_dir), random_states.lent(random_states.states()):
+        with claimed(run_dir), random_states.lent():
             yield
     finally:
         torch.set_num_threads(threads)

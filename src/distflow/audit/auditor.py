@@ -205,7 +205,7 @@ class Auditor:
         audits = self._due or self._recorded is not None
         depth = Depth.AUDIT if audits else self._looks
         may_draw = depth > Depth.BASE  # user functions, which may be called again
-        lent = random_states.lent(random_states.states()) if may_draw else nullcontext()
+        lent = random_states.lent() if may_draw else nullcontext()
         with self._schedule.timed(taken.step, depth), lent:
             if audits and self._recorded is None:
                 self._begin()

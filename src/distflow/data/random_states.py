@@ -12,7 +12,7 @@ import ctypes
 import hashlib
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,21 +71,14 @@ def put_back(found: States) -> None:
 
 
 @contextmanager
-def lent(own: States) -> Iterator[None]:
-    """Inside, the generators have the state `own`; afterwards the one from before."""
+def lent(begin: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Inside, the generators are as `begin` sets them, or unchanged; afterwards they have the states from before."""
     before = states()
-    put_back(own)
     try:
+        begin()
         yield
     finally:
         put_back(before)
-
-
-def seeded(*identity: object) -> States:
-    """The states after `seed`, without changing the generators."""
-    with lent(states()):
-        seed(*identity)
-        return states()
 
 
 _NUMPY_BYTES = 2500

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -113,7 +114,7 @@ class Chat:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """All tokens so far."""
-        return tuple(token for segment in self.segments for token in segment.token_ids)
+        return tuple(chain.from_iterable(segment.token_ids for segment in self.segments))
 
     @property
     def num_drawn(self) -> int:

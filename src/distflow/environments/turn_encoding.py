@@ -78,7 +78,7 @@ class TurnTokens:
 
     def of_text(self, text: str, *, begins: bool) -> tuple[int, ...]:
         """Plain text; at the beginning with the tokenizer's own special tokens."""
-        return tuple(self._tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"])
+        return self._ids(text, special=begins)
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[int, ...]:
         """The tokens of the first prompt. Raises TemplateError."""
@@ -141,8 +141,9 @@ class TurnTokens:
                 "actor_rollout_ref.model.tokenizer_path to an instruction-tuned model"
             )
 
-    def _ids(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    def _ids(self, text: str, special: bool = False) -> tuple[int, ...]:
+        without = {"return_attention_mask": False, "return_token_type_ids": False}  # which take as long as the ids
+        return tuple(self._tokenizer(text, add_special_tokens=special, verbose=False, **without)["input_ids"])
 
     def describe(self) -> list[str]:
         """What the template does between turns, in sentences; it runs as in `render_all`. Raises UserError if it cannot

@@ -4,8 +4,7 @@ node that takes their scores."""
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -15,38 +14,27 @@ from transformers import PreTrainedTokenizerBase
 from distflow.builtin_names import WORKFLOWS
 from distflow.config import Config
 from distflow.config.compose.unknown_and_unused_keys import peek, plain
-from distflow.data.episode_event_hook import note_event, on_event, on_token
+from distflow.data.episode_event_hook import note_event, on_event
 from distflow.data.sample import LIMIT_REASONS, Sample, Segment
-from distflow.environments.chat import Chat, ChatError, Limits, Reply
-from distflow.environments.tool_calls import format_of
+from distflow.environments.chat import Chat, Limits, Reply
 from distflow.environments.turn_encoding import TurnTokens
 from distflow.environments.workflows import Workflow, load_workflow, make_workflow, row_of
 from distflow.errors import UserError, users_place
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
-from distflow.pipelines.nodes.rollout_reward_filter import SAMPLED_FIELDS, policy_segment
+from distflow.pipelines.nodes.episode_requests import EpisodeRequests
+from distflow.pipelines.nodes.rollout_reward_filter import SAMPLED_FIELDS
 from distflow.rewards.pool.pool import GivenUp
 from distflow.rewards.reward_results import ACC, OF_WORKFLOW, Error, Score, in_episode, read_score
 from distflow.rewards.router import RewardOutcome, RewardRouter
-from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine, SamplingParams
+from distflow.rollout.engine import RolloutEngine, SamplingParams
 from distflow.runtime.compiled_node import NodeContext
 from distflow.runtime.group_columns import Group
 from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import DeadlinePassed
 
-_SINGLE_TURN = "single_turn"
-
-_SHARES_WITHIN_S = 0.01
-"""How long a group's first request waits for those of its other episodes, with which it shares the prefill."""
-
-_NUM_TURNS, _LONGEST_TURN_S = 8, 1e6
-"""How often user code gets a turn before a round without news is sent: a reply passes through tasks to the next
-`ask`."""
+_SINGLE_TURN, _LONGEST_TURN_S = "single_turn", 1e6
 
 Outcome = RewardOutcome | None
-_Asked = tuple[str, tuple[int, ...], SamplingParams, int, tuple[str, ...]]
-"""Name of the conversation, prompt, parameters, tokens drawn before, images of the prompt."""
-_Waiting = dict[int, asyncio.Future[Generation]]
-"""Waiting requests by the index of the episode."""
 
 
 @node_factory
@@ -108,191 +96,6 @@ async def run_episodes(
     return await _Episodes(group, rollout, tokenizer, ctx, workflow, timeout_s, None).run()
 
 
-class _Requests:
-    """Sends the requests of a group's episodes to the engine; equal prompts share one, and so their prefill.
-
-    in_rounds: requests of a round are sent together, when every episode has asked or ended, so decode batches do not
-    depend on timing. A forked episode has asked when one of its conversations has, none waits for a reply, and no
-    reward function scores it. take_turn: returns after what user code was about to do. may_continue: whether an episode
-    may have several turns. policy_of, params_of: policy and sampling of a conversation, by its name. failure: what
-    the engine raised.
-    """
-
-    def __init__(
-        self,
-        group: Group,
-        rollout: RolloutEngine,
-        in_rounds: bool,
-        take_turn: Callable[[], Awaitable[None]],
-        may_continue: bool,
-        policy_of: Callable[[str], str],
-        params_of: Callable[[str], SamplingParams],
-        rows: int,
-    ) -> None:
-        self._group, self._rollout, self._in_rounds, self._take_turn = group, rollout, in_rounds, take_turn
-        self._may_continue, self._policy_of, self._params_of = may_continue, policy_of, params_of
-        self.num_prompt_tokens = self.num_cached_tokens = 0
-        self._rows, self._scoring = rows, Counter[int]()
-        self._running = {self._episode_of(index) for index in group.wanted}
-        self._asked: dict[_Asked, _Waiting] = {}
-        self._sent: dict[asyncio.Task[None], _Waiting] = {}
-        self._heard: dict[tuple[str, int], Callable[[int], None]] = {}
-        self._has_forked, self._num_asked = rows > 1, 0
-        self._settling: asyncio.Task[None] | None = None
-        self._closed = False
-        self.failure: Exception | None = None
-
-    def _episode_of(self, index: int) -> int:
-        """The number of its first sample."""
-        return index - index % self._rows
-
-    def connect(self, index: int, chat: Chat) -> None:
-        """Connect this episode's chat, or a fork, to these requests."""
-        self._has_forked |= bool(chat.name)
-        chat.generate, chat.forked = partial(self.ask, index, chat.name), partial(self.connect, index)
-
-    async def ask(
-        self,
-        index: int,
-        fork: str,
-        prompt: tuple[int, ...],
-        max_tokens: int,
-        stop: tuple[str | int, ...],
-        num_drawn: int,
-        images: tuple[str, ...] = (),
-    ) -> tuple[Segment, str]:
-        """See `distflow.environments.chat.Generate`. index: of the episode's sample. fork: name of the conversation."""
-        if self._episode_of(index) not in self._running:
-            raise ChatError("ask: the episode of this chat has ended")
-        own = self._params_of(fork)
-        texts = (*own.stop, *(text for text in stop if isinstance(text, str)))
-        tokens = (*own.stop_token_ids, *(token for token in stop if isinstance(token, int)))
-        params = replace(
-            own, max_tokens=max_tokens, stop=tuple(dict.fromkeys(texts)), stop_token_ids=tuple(dict.fromkeys(tokens))
-        )
-        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        with deadline_paused():
-            waiting = self._asked.setdefault((fork, prompt, params, num_drawn, images), {})
-            waiting[index] = future
-            if (tell := on_token.get()) is not None:
-                self._heard[fork, index] = tell
-            self._num_asked += 1
-            self._look()
-            if not self._in_rounds and (num_drawn or fork):
-                self._send()
-            elif not self._in_rounds:
-                asyncio.get_running_loop().call_later(_SHARES_WITHIN_S, self._send)
-            try:
-                made = await future
-            finally:
-                waiting.pop(index, None)  # of a workflow that no longer waits
-                self._heard.pop((fork, index), None)
-                self._withdraw()
-                self._look()
-        return policy_segment(made), made.finish_reason
-
-    @contextmanager
-    def scoring(self, index: int) -> Iterator[None]:
-        """Inside, the episode waits for reward functions."""
-        with deadline_paused():
-            self._scoring[index] += 1
-            try:
-                yield
-            finally:
-                self._scoring[index] -= 1
-                self._look()
-
-    def ended(self, episode: int) -> None:
-        """End an episode's requests; pending ones are withdrawn."""
-        self._running.discard(episode)
-        for waiting in (*self._asked.values(), *self._sent.values()):
-            for index in [index for index in waiting if self._episode_of(index) == episode]:
-                waiting.pop(index).cancel()
-        self._withdraw()
-        self._look()
-
-    def _withdraw(self) -> None:
-        """Abort sent requests for which nobody waits."""
-        for task, waiting in self._sent.items():
-            if not waiting and not task.cancelling():  # a second time would cut its end short
-                task.cancel()
-
-    def close(self) -> None:
-        """Withdraw sent requests, and send no more."""
-        self._closed = True
-        for task in (*self._sent, *([self._settling] if self._settling else ())):
-            task.cancel()
-
-    def _look(self) -> None:
-        """Send the requests if all episodes have asked."""
-        if self._closed or not self._all_asked():
-            return
-        if not (self._has_forked and self._in_rounds):
-            self._send()
-        elif self._settling is None:
-            self._settling = asyncio.ensure_future(self._settle())
-
-    def _all_asked(self) -> bool:
-        asked = {self._episode_of(index) for waiting in self._asked.values() for index in waiting}
-        if not asked >= self._running or not asked:
-            return False
-        if not self._in_rounds:
-            return True
-        sent = {self._episode_of(index) for waiting in self._sent.values() for index in waiting}
-        is_aborting = not all(self._sent.values())  # the engine may still decode
-        return not is_aborting and not any(index in sent or self._scoring[index] for index in self._running)
-
-    async def _settle(self) -> None:
-        """Send once no further conversation is about to ask."""
-        try:
-            seen = -1
-            while seen != self._num_asked:
-                seen = self._num_asked
-                for _ in range(_NUM_TURNS):
-                    await self._take_turn()
-        finally:
-            self._settling = None
-        if self._all_asked():
-            self._send()
-
-    def _send(self) -> None:
-        asked, self._asked = [] if self._closed else [item for item in self._asked.items() if item[1]], {}
-        in_order = sorted(asked, key=lambda item: (min(item[1]), item[0][0]))
-        for (fork, prompt, params, num_drawn, images), waiting in in_order:
-            stream = self._group.stream.fork(fork)
-            samples = tuple(sorted(waiting))
-            policy = self._policy_of(fork)
-            request = GenerateRequest(prompt, samples, params, stream, num_drawn, self._may_continue, policy, images)
-            if any((fork, index) in self._heard for index in samples):
-                request = replace(request, heard=partial(self._tell, fork))
-            task = asyncio.ensure_future(self._generate(request, waiting))
-            self._sent[task] = waiting
-            task.add_done_callback(self._done)
-
-    def _tell(self, fork: str, index: int, token: int) -> None:
-        if (tell := self._heard.get((fork, index))) is not None:
-            tell(token)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        del self._sent[task]
-        self._look()
-
-    async def _generate(self, request: GenerateRequest, waiting: Mapping[int, "asyncio.Future[Generation]"]) -> None:
-        try:
-            made = {each.sample: each for each in (await self._rollout.generate(request)).generations}
-            cached = [each.num_cached_tokens for each in made.values() if each.num_cached_tokens is not None]
-            self.num_prompt_tokens += len(request.prompt_ids) * len(cached)
-            self.num_cached_tokens += sum(cached)
-            for index, future in waiting.items():
-                if not future.done():
-                    future.set_result(made[index])
-        except Exception as error:  # whatever it is, waiting episodes must end
-            self.failure = error
-        finally:
-            for future in waiting.values():
-                future.cancel()  # no effect if done
-
-
 @dataclass
 class _Episodes:
     """The episodes of a group."""
@@ -304,7 +107,7 @@ class _Episodes:
     workflow: Workflow
     timeout_s: float
     reward_fn: RewardRouter | None
-    requests: _Requests = field(init=False)
+    requests: EpisodeRequests = field(init=False)
     tokens: TurnTokens = field(init=False)
     counts: Counter[str] = field(default_factory=Counter)
     own_scores: bool = field(init=False)
@@ -317,16 +120,8 @@ class _Episodes:
         in_rounds = config.async_.max_staleness == 0 and not self.ctx.validating
         take_turn = partial(self.ctx.call_user, partial(asyncio.sleep, 0), _LONGEST_TURN_S)
         may_continue = self.workflow.name != _SINGLE_TURN
-        self.requests = _Requests(
-            group,
-            self.rollout,
-            in_rounds,
-            take_turn,
-            may_continue,
-            self._policy_of,
-            self._params_of,
-            self.workflow.num_rows,
-        )
+        more = may_continue, self._policy_of, self._params_of, self.workflow.num_rows
+        self.requests = EpisodeRequests(group, self.rollout, in_rounds, take_turn, *more)
         kwargs = template_kwargs(config, group.row.domain)
         self.tokens = TurnTokens(self.tokenizer, group.params.stop_token_ids, kwargs)
         self.written = cache(self.tokens.written)  # samples are made for each call of a reward function too
@@ -345,9 +140,8 @@ class _Episodes:
     def _params_of(self, conversation: str) -> SamplingParams:
         """The sampling of the conversation's agent. In validation all agents have that of `rollout.val_kwargs`."""
         agent = self._agent_of(conversation)
-        return (
-            self.group.params if agent is None or self.ctx.validating else replace(self.group.params, **agent.sampling)
-        )
+        own = {} if agent is None or self.ctx.validating else agent.sampling
+        return replace(self.group.params, **own) if own else self.group.params
 
     async def run(self) -> NodeOutput:
         """The samples of the episodes, in order."""
@@ -573,16 +367,6 @@ def read_outcome(returned: object) -> Outcome:
     accuracy = read_score(returned[ACC])[0] if ACC in returned else value
     shown = dict(returned.get("extra", {}))
     return RewardOutcome(Score(value, shown), {name: Score(part) for name, part in parts.items()}, accuracy)
-
-
-def describe_turns(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> list[str]:
-    """What the chat template does between turns, in sentences. Raises UserError if it, or its tools, cannot be used."""
-    tokens = TurnTokens(tokenizer, stop_ids, template_kwargs(config, ""))
-    settings = config.actor_rollout_ref.rollout
-    if settings.workflow in ("tools", "harbor"):
-        template, format = tokens.tool_template([{}]), settings.workflow_kwargs.get("format")
-        return [*tokens.describe(), f"tool calls are read in the format {format or format_of(template)}"]
-    return tokens.describe()
 
 
 def template_kwargs(config: Config, domain: str) -> dict[str, object]:

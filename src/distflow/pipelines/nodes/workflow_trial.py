@@ -1,5 +1,5 @@
 """Runs one episode of a user's workflow with canned replies before a model is loaded, so that a mistake in it is found
-in a second instead of after the first prompt groups."""
+in a second instead of after the first prompt groups. Describes what the chat template does between its turns."""
 
 import asyncio
 import contextlib
@@ -7,13 +7,17 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from distflow.config import Config
 from distflow.data.prompts import PromptRow
 from distflow.data.sample import Segment
 from distflow.environments.chat import Chat, ChatError, Limits
+from distflow.environments.tool_calls import format_of
 from distflow.environments.turn_encoding import TurnTokens
 from distflow.environments.workflows import KEY, Workflow, row_of
 from distflow.errors import UserError, users_place
@@ -116,3 +120,13 @@ def _in_fork(work: Callable[[], str], within_s: float) -> str:
             kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return said
+
+
+def describe_turns(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> list[str]:
+    """What the chat template does between turns, in sentences. Raises UserError if it, or its tools, cannot be used."""
+    tokens = TurnTokens(tokenizer, stop_ids, template_kwargs(config, ""))
+    settings = config.actor_rollout_ref.rollout
+    if settings.workflow in ("tools", "harbor"):
+        template, format = tokens.tool_template([{}]), settings.workflow_kwargs.get("format")
+        return [*tokens.describe(), f"tool calls are read in the format {format or format_of(template)}"]
+    return tokens.describe()

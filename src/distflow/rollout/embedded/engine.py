@@ -247,9 +247,12 @@ class EmbeddedEngine:
     def _finish(self, lane: Lane, finished: list[Sequence]) -> None:
         """Free the slots of finished sequences, and return requests without further ones, in order of submission."""
         self._leave(lane, finished)
-        for number in sorted({sequence.request for sequence in finished}):
-            if all(sequence.finish_reason is not None for sequence in self._pending[number].sequences):
-                settle(self._pending.pop(number).future, None)
+        whole = [
+            number
+            for number in sorted({sequence.request for sequence in finished})
+            if all(sequence.finish_reason is not None for sequence in self._pending[number].sequences)
+        ]
+        settle(None, *(self._pending.pop(number).future for number in whole))
 
     def _leave(self, lane: Lane, gone: list[Sequence]) -> None:
         lane.leave(gone, lane.scheduler.remove(gone))
@@ -261,7 +264,7 @@ class EmbeddedEngine:
             try:
                 self._steps.check(pending.sequences[0])
             except UserError as error:
-                return settle(pending.future, error)
+                return settle(error, pending.future)
         self._pending[number] = pending
         pending.lane.scheduler.add(pending.sequences)
 
@@ -279,8 +282,7 @@ class EmbeddedEngine:
             lane.forget_prefixes()
         if self._steps is not None:
             self._steps.release()  # it may contain NaN
-        for waiting in pending:
-            settle(waiting.future, error)
+        settle(error, *(waiting.future for waiting in pending))
 
     def _load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         self._settle()

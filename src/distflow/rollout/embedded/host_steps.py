@@ -89,7 +89,7 @@ class RequestLane:
         for slot, sequence in enumerate(self.scheduler.running):
             if sequence in kept:
                 kept_tokens = sequence.context[:-1]  # the last token was not fed
-                content = partial(self.slots.block, slot, len(kept_tokens), PREFIX_BLOCK)
+                content = self.slots.blocks(slot, len(kept_tokens), PREFIX_BLOCK)
                 self.prefixes.add(self._root, kept_tokens, content)
         while len(self.prefixes) * PREFIX_BLOCK * self.slots.bytes_per_token > PREFIX_CACHE_BYTES:
             self.prefixes.pop_oldest()

@@ -119,7 +119,9 @@ class KVSlots:
             )
         self._least = max(self._least, min(num_tokens_at_most, FIRST_EXTENT))
         self._fit(end, max(longest, self.keys.shape[-2]), num_wanted)  # other sequences may be longer
-        index = torch.tensor(rows, device=prompts.keys.device)
+        index: slice | Tensor = slice(rows[0], rows[-1] + 1)  # without a copy
+        if rows != list(range(rows[0], rows[-1] + 1)):
+            index = torch.tensor(rows, device=prompts.keys.device)
         self.keys[:, first_slot:end, :, :longest] = prompts.keys[:, index]
         self.values[:, first_slot:end, :, :longest] = prompts.values[:, index]
 
@@ -130,11 +132,21 @@ class KVSlots:
             self.keys[:, destination] = self.keys[:, source]
             self.values[:, destination] = self.values[:, source]
 
-    @torch.inference_mode()
-    def block(self, slot: int, length: int, size: int, index: int) -> KeysValues:
-        """A copy of block number `index`, of `size` tokens, of a sequence of this length."""
-        tokens = slice(index * size, min(length, (index + 1) * size))
-        return self.keys[:, slot, :, tokens].clone(), self.values[:, slot, :, tokens].clone()
+    def blocks(self, slot: int, length: int, size: int) -> Callable[[int], KeysValues]:
+        """Gives a copy of each block of `size` tokens of a sequence of this length, by its number. All tokens from the
+        first block asked for are copied at once, into memory that their blocks share."""
+        copies: dict[int, KeysValues] = {}
+
+        def block(index: int) -> KeysValues:
+            if not copies:
+                keys, values = (
+                    memory[:, slot, :, index * size : length].clone() for memory in (self.keys, self.values)
+                )
+                both = zip(keys.unsafe_split(size, -2), values.unsafe_split(size, -2), strict=True)
+                copies.update(enumerate(both, index))
+            return copies[index]
+
+        return block
 
     @property
     def bytes_per_token(self) -> int:

@@ -63,6 +63,12 @@ class _Strand:
         self._num_children += 1
         return _Strand(self.turn, (*self.identity, self._num_children), self.clock, self.tasks)
 
+    def set_generators(self) -> None:
+        if self.drawn is None:
+            random_states.seed(*self.identity)
+        else:
+            random_states.put_back(self.drawn)
+
 
 _strand: ContextVar[_Strand | None] = ContextVar("strand", default=None)
 """The running task, if it is the user's; tasks that it starts (`gather`, `wait_for`) are its children."""
@@ -182,7 +188,7 @@ def _steps(work: Work[T], strand: _Strand) -> Generator[Any, Any, T]:
             resume = partial(work.throw, err)
             continue
         try:
-            with random_states.lent(strand.drawn or random_states.seeded(*strand.identity)):
+            with random_states.lent(strand.set_generators):
                 try:
                     waits_for = resume()
                 finally:

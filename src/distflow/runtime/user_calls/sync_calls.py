@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,7 +44,7 @@ class PlainCalls:
         async with self.turn:
             self.caller = asyncio.current_task()
             try:
-                with random_states.lent(random_states.seeded(*identity)):
+                with random_states.lent(partial(random_states.seed, *identity)):
                     return await _in_a_thread(function, deadline_s)
             finally:
                 self.caller = None
@@ -110,7 +111,7 @@ class Caller:
             return
         own = getattr(function, "__name__", type(function).__name__)
         try:
-            with users_code(f"{name}: {own} raised"), self._timed(), random_states.lent(random_states.states()):
+            with users_code(f"{name}: {own} raised"), self._timed(), random_states.lent():
                 function(step, result)
         except LoadError as error:
             self._warn(f"{error}; the run continues")

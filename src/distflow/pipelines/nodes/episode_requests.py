@@ -1,0 +1,213 @@
+"""Sends the requests of a group's episodes to the engine, each turn at once or in rounds."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from distflow.data.episode_event_hook import on_token
+from distflow.data.sample import Segment
+from distflow.environments.chat import Chat, ChatError
+from distflow.pipelines.nodes.rollout_reward_filter import policy_segment
+from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine, SamplingParams
+from distflow.runtime.group_columns import Group
+from distflow.runtime.user_calls.async_calls import deadline_paused
+
+_SHARES_WITHIN_S = 0.01
+"""How long a group's first request waits for those of its other episodes, with which it shares the prefill."""
+
+_NUM_TURNS = 8
+"""How often user code gets a turn before a round without news is sent: a reply passes through tasks to the next
+`ask`."""
+
+_Asked = tuple[str, tuple[int, ...], SamplingParams, int, tuple[str, ...]]
+"""Name of the conversation, prompt, parameters, tokens drawn before, images of the prompt."""
+_Waiting = dict[int, asyncio.Future[Generation]]
+"""Waiting requests by the index of the episode."""
+
+
+@dataclass(eq=False)
+class EpisodeRequests:
+    """Sends the requests of a group's episodes to the engine; equal prompts share one, and so their prefill.
+
+    in_rounds: requests of a round are sent together, when every episode has asked or ended, so decode batches do not
+    depend on timing. A forked episode has asked when one of its conversations has, none waits for a reply, and no
+    reward function scores it. take_turn: returns after what user code was about to do. may_continue: whether an episode
+    may have several turns. policy_of, params_of: policy and sampling of a conversation, by its name. failure: what
+    the engine raised.
+    """
+
+    group: Group
+    rollout: RolloutEngine
+    in_rounds: bool
+    take_turn: Callable[[], Awaitable[None]]
+    may_continue: bool
+    policy_of: Callable[[str], str]
+    params_of: Callable[[str], SamplingParams]
+    rows: int
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    failure: Exception | None = None
+    _scoring: Counter[int] = field(default_factory=Counter)
+    _asked: dict[_Asked, _Waiting] = field(default_factory=dict)
+    _sent: dict[asyncio.Task[None], _Waiting] = field(default_factory=dict)
+    _heard: dict[tuple[str, int], Callable[[int], None]] = field(default_factory=dict)
+    _num_asked: int = 0
+    _settling: asyncio.Task[None] | None = None
+    _closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._running = {self._episode_of(index) for index in self.group.wanted}
+        self._has_forked = self.rows > 1
+
+    def _episode_of(self, index: int) -> int:
+        """The number of its first sample."""
+        return index - index % self.rows
+
+    def connect(self, index: int, chat: Chat) -> None:
+        """Connect this episode's chat, or a fork, to these requests."""
+        self._has_forked |= bool(chat.name)
+        chat.generate, chat.forked = partial(self.ask, index, chat.name), partial(self.connect, index)
+
+    async def ask(
+        self,
+        index: int,
+        fork: str,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        stop: tuple[str | int, ...],
+        num_drawn: int,
+        images: tuple[str, ...] = (),
+    ) -> tuple[Segment, str]:
+        """See `distflow.environments.chat.Generate`. index: of the episode's sample. fork: name of the conversation."""
+        if self._episode_of(index) not in self._running:
+            raise ChatError("ask: the episode of this chat has ended")
+        own = self.params_of(fork)
+        texts = (*own.stop, *(text for text in stop if isinstance(text, str)))
+        tokens = (*own.stop_token_ids, *(token for token in stop if isinstance(token, int)))
+        params = replace(
+            own, max_tokens=max_tokens, stop=tuple(dict.fromkeys(texts)), stop_token_ids=tuple(dict.fromkeys(tokens))
+        )
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        with deadline_paused():
+            waiting = self._asked.setdefault((fork, prompt, params, num_drawn, images), {})
+            waiting[index] = future
+            if (tell := on_token.get()) is not None:
+                self._heard[fork, index] = tell
+            self._num_asked += 1
+            self._look()
+            if not self.in_rounds and (num_drawn or fork):
+                self._send()
+            elif not self.in_rounds:
+                asyncio.get_running_loop().call_later(_SHARES_WITHIN_S, self._send)
+            try:
+                made = await future
+            finally:
+                waiting.pop(index, None)  # of a workflow that no longer waits
+                self._heard.pop((fork, index), None)
+                self._withdraw()
+                self._look()
+        return policy_segment(made), made.finish_reason
+
+    @contextmanager
+    def scoring(self, index: int) -> Iterator[None]:
+        """Inside, the episode waits for reward functions."""
+        with deadline_paused():
+            self._scoring[index] += 1
+            try:
+                yield
+            finally:
+                self._scoring[index] -= 1
+                self._look()
+
+    def ended(self, episode: int) -> None:
+        """End an episode's requests; pending ones are withdrawn."""
+        self._running.discard(episode)
+        for waiting in (*self._asked.values(), *self._sent.values()):
+            for index in [index for index in waiting if self._episode_of(index) == episode]:
+                waiting.pop(index).cancel()
+        self._withdraw()
+        self._look()
+
+    def _withdraw(self) -> None:
+        """Abort sent requests for which nobody waits."""
+        for task, waiting in self._sent.items():
+            if not waiting and not task.cancelling():  # a second time would cut its end short
+                task.cancel()
+
+    def close(self) -> None:
+        """Withdraw sent requests, and send no more."""
+        self._closed = True
+        for task in (*self._sent, *([self._settling] if self._settling else ())):
+            task.cancel()
+
+    def _look(self) -> None:
+        """Send the requests if all episodes have asked."""
+        if self._closed or not self._all_asked():
+            return
+        if not (self._has_forked and self.in_rounds):
+            self._send()
+        elif self._settling is None:
+            self._settling = asyncio.ensure_future(self._settle())
+
+    def _all_asked(self) -> bool:
+        asked = {self._episode_of(index) for waiting in self._asked.values() for index in waiting}
+        if not asked >= self._running or not asked:
+            return False
+        if not self.in_rounds:
+            return True
+        sent = {self._episode_of(index) for waiting in self._sent.values() for index in waiting}
+        is_aborting = not all(self._sent.values())  # the engine may still decode
+        return not is_aborting and not any(index in sent or self._scoring[index] for index in self._running)
+
+    async def _settle(self) -> None:
+        """Send once no further conversation is about to ask."""
+        try:
+            seen = -1
+            while seen != self._num_asked:
+                seen = self._num_asked
+                for _ in range(_NUM_TURNS):
+                    await self.take_turn()
+        finally:
+            self._settling = None
+        if self._all_asked():
+            self._send()
+
+    def _send(self) -> None:
+        asked, self._asked = [] if self._closed else [item for item in self._asked.items() if item[1]], {}
+        in_order = sorted(asked, key=lambda item: (min(item[1]), item[0][0]))
+        for (fork, prompt, params, num_drawn, images), waiting in in_order:
+            stream = self.group.stream.fork(fork)
+            samples = tuple(sorted(waiting))
+            policy = self.policy_of(fork)
+            request = GenerateRequest(prompt, samples, params, stream, num_drawn, self.may_continue, policy, images)
+            if any((fork, index) in self._heard for index in samples):
+                request = replace(request, heard=partial(self._tell, fork))
+            task = asyncio.ensure_future(self._generate(request, waiting))
+            self._sent[task] = waiting
+            task.add_done_callback(self._done)
+
+    def _tell(self, fork: str, index: int, token: int) -> None:
+        if (tell := self._heard.get((fork, index))) is not None:
+            tell(token)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        del self._sent[task]
+        self._look()
+
+    async def _generate(self, request: GenerateRequest, waiting: Mapping[int, "asyncio.Future[Generation]"]) -> None:
+        try:
+            made = {each.sample: each for each in (await self.rollout.generate(request)).generations}
+            cached = [each.num_cached_tokens for each in made.values() if each.num_cached_tokens is not None]
+            self.num_prompt_tokens += len(request.prompt_ids) * len(cached)
+            self.num_cached_tokens += sum(cached)
+            for index, future in waiting.items():
+                if not future.done():
+                    future.set_result(made[index])
+        except Exception as error:  # whatever it is, waiting episodes must end
+            self.failure = error
+        finally:
+            for future in waiting.values():
+                future.cancel()  # no effect if done
