@@ -85,7 +85,7 @@ def check_mismatch(
         return {}, None
     rollout, trainer, is_policy = batch.flat("rollout_log_probs"), batch.flat(own), batch.flat("response_mask") > 0
     if own == "trainer_log_probs":
-        is_policy = is_policy & torch.isin(rows := batch.rows(), rows[is_policy & ~trainer.isnan()])
+        is_policy = is_policy & torch.isin(rows := batch.rows().to(trainer.device), rows[is_policy & ~trainer.isnan()])
     finite = trainer.isfinite()
     counted = is_policy & finite
     if bool((batch.flat("versions")[is_policy] == step).all()):

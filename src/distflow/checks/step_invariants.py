@@ -268,7 +268,7 @@ def check_versions(batch: Batch, step: int, synced: int, max_staleness: int) -> 
     Raises TrustError if a token of the policy has a later version, is more than `max_staleness` steps stale, or has an
     older version than the token before it in its conversation.
     """
-    versions = batch.flat("versions").numpy()
+    versions = batch.flat("versions").cpu().numpy()
     of_policy = versions >= 0
     too_new, too_old = versions > synced, of_policy & (versions < step - max_staleness)
     if too_new.any():
@@ -310,8 +310,8 @@ def check_queued(batch: Batch, queued: Queued) -> None:
     Raises TrustError if a group has another number of tokens, or another lowest version: staleness would be bounded for
     other tokens.
     """
-    versions, lengths = batch.flat("versions").numpy(), batch.lengths("response").numpy()
-    groups, rows = np.unique(batch["group_index"].numpy(), return_inverse=True)
+    versions, lengths = batch.flat("versions").cpu().numpy(), batch.lengths("response").numpy()
+    groups, rows = np.unique(batch["group_index"].cpu().numpy(), return_inverse=True)
     none = np.iinfo(np.int64).max
     found, drawn = np.full(len(groups), none), lengths > 0
     if drawn.any():
@@ -340,17 +340,17 @@ def check_alignment(batch: Batch, same_prompts: bool = True) -> None:
     rollout log-prob is not a log-probability, a sample's group_index is not its group's, or the episodes of a group
     begin with different prompts. (Further conversations may have other prompts.)
     """
-    made_by_policy, mask = batch.flat("versions").numpy() >= 0, batch.flat("response_mask").numpy() > 0
+    made_by_policy, mask = batch.flat("versions").cpu().numpy() >= 0, batch.flat("response_mask").cpu().numpy() > 0
     if found := _first(batch, made_by_policy != mask):
         raise TrustError(
             f"response_mask is wrong at token {found[1]} of sample {found[0]}: it must be 1 exactly on tokens that the "
             "policy generated. A node shifted or rewrote the mask; training would update the wrong tokens. To "
             "exclude tokens from the loss, write loss_mask"
         )
-    if found := _first(batch, (batch.flat("loss_mask").numpy() > 0) & ~made_by_policy):
+    if found := _first(batch, (batch.flat("loss_mask").cpu().numpy() > 0) & ~made_by_policy):
         raise TrustError(f"loss_mask covers token {found[1]} of sample {found[0]}, which the policy did not generate")
     if "rollout_log_probs" in batch:
-        values = batch.flat("rollout_log_probs").numpy()
+        values = batch.flat("rollout_log_probs").cpu().numpy()
         wrong = mask & ~(np.isfinite(values) & (values <= 1e-3))
         if found := _first(batch, wrong):
             raise TrustError(
@@ -442,7 +442,7 @@ def _check_groups(batch: Batch, same_prompts: bool) -> None:
 
 def _is_plain(batch: Batch) -> bool:
     """Whether every sample has its group's number and its group's prompt, as in most batches."""
-    groups, lengths = batch["group_index"].numpy(), batch.lengths("prompt").numpy()
+    groups, lengths = batch["group_index"].cpu().numpy(), batch.lengths("prompt").numpy()
     if not all(map(str.startswith, batch["uid"], [f"{group}-" for group in groups.tolist()])):
         return False
     _, first, of_group = np.unique(groups, return_index=True, return_inverse=True)
