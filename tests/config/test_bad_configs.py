@@ -663,6 +663,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "reward_model.models.a.sharded",
         ("only fsdp shards weights", f"set {ACTOR}.strategy=fsdp"),
     ),
+    "a judge without a model": (
+        "grpo",
+        ["reward.functions.default=[math, {name: judge, options: {base_url: 'http://h/v1'}}]"],
+        "reward.functions.default",
+        ("the judge has no model", "options: {model: NAME, base_url: URL}"),
+    ),
     "a scoring model of no domain": (
         "grpo",
         [

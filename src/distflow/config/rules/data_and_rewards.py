@@ -105,6 +105,9 @@ def functions(config: Config) -> Iterator[Finding]:
         if parts and all(part.weight == 0 for part in parts) and not scoring_models(config.reward_model, domain):
             what = f"all weights of the domain '{domain}' are 0, so its score is always 0"
             yield Finding((key,), what, "give a reward function a weight")
+        if any(part.name == "judge" and not part.options.get("model") for part in parts):
+            advice = "write {name: judge, options: {model: NAME, base_url: URL}}; without a URL it is one of OpenAI's"
+            yield Finding((key,), "the judge has no model", advice)
 
 
 def custom_function(config: Config) -> Iterator[Finding]:
