@@ -45,6 +45,14 @@ def test_metrics_samples_and_events(folder: Path) -> None:
     assert (run.accuracy_before, run.accuracy_after, run.checkpoints) == (0.25, None, [])
 
 
+def test_findings(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", 0) as run:
+        for step in range(1, 21):
+            run.metrics(step, "train", {"actor/pg_clipfrac": 0.5 * (step > 4), "actor/ppo_kl": 0.0})
+    (found,) = distflow.load_run(tmp_path / "run").findings()
+    assert (found["rule"], found["level"], found["first"], found["last"]) == ("update-too-large", "warning", 8, 20)
+
+
 @pytest.mark.parametrize(
     ("ask", "said"),
     [

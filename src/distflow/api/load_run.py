@@ -140,6 +140,12 @@ class Run:
             if kind is None or event.kind == kind
         )
 
+    def findings(self) -> Table:
+        """A row for each problem that the doctor finds, with `rule`, `level`, `first`, `last`, `text`, `action`, ..."""
+        from distflow.observe.report.findings import examine, records_of
+
+        return Table(found._asdict() for found in examine(records_of(self.folder)).problems())
+
     @property
     def accuracy_before(self) -> float | None:
         """Accuracy on validation problems before the first step; None if not measured."""

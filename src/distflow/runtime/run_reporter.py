@@ -22,8 +22,8 @@ from distflow.data.random_states import device_module
 from distflow.errors import UserError, count_of
 from distflow.observe.crash_safe_files import replacing
 from distflow.observe.report.build import write_report
-from distflow.observe.report.findings import LiveFindings
 from distflow.observe.report.graph_and_timelines import TRAINING
+from distflow.observe.report.step_rules import StepRules
 from distflow.observe.writing.run_folder import DROPPED, RunFolder, Span
 from distflow.observe.writing.terminal_view import TerminalView
 from distflow.observe.writing.timing import PhaseTimer, Waits
@@ -188,7 +188,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.view = view or make_view(spec, total_steps)
         config = to_dict(spec.config)
         self._total_steps = total_steps
-        self._findings = LiveFindings(config)  # type: ignore[arg-type]  # plain values, as in config.yaml
+        self._rules = StepRules(config)  # type: ignore[arg-type]  # plain values, as in config.yaml
         self._trackers = open_trackers(
             options.logger if self._process.leads else (),
             TrackedRun(spec.run_dir, options.project, options.experiment, config, partial(self.note, "info")),
@@ -297,9 +297,10 @@ class Recorder(AbstractContextManager["Recorder"]):
             return
         self.folder.metrics(step, "train", metrics)
         self._trackers.log(step, metrics)
-        for found in self._findings.step(step, metrics):
+        for found in self._rules.step(step, metrics):
             if step < self._total_steps:  # the report's judgement, which follows, covers the whole run
-                self.note("finding", found)
+                text = f"after step {step}: {found.text} {found.advice}".rstrip()
+                self.note("finding", f"{text} [{found.rule}]", rule=found.rule)
         if len(batch):
             is_scored = "token_level_scores" in batch and bool(batch["valid"][0])
             self.view.sample(batch["prompts"][0], batch["responses"][0], float(scores(batch)[0]) if is_scored else None)
@@ -312,7 +313,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         if not metrics or not self._process.leads:
             return
         self.folder.metrics(step, "val", metrics)
-        self._findings.validated(step, metrics)
+        self._rules.history.add(step, metrics)
         self._trackers.log(step, metrics)
         self._callbacks.call("on_validation", step, dict(metrics))
 

@@ -124,6 +124,8 @@ FAULTS: dict[str, tuple[str, Plant]] = {
     "memory-grows": ("warning", moves(memory__process__rollout=lambda value, since: value * (1 + 0.02 * since))),
     "length-runaway": ("warning", moves(rollout__truncated=0.4)),
     "no-signal": ("warning", moves(reward__frac_reward_zero_std=0.9)),
+    "reward-constant": ("error", moves(reward__max=0.0, reward__min=0.0)),
+    "nothing-moves": ("error", moves(actor__grad_norm=0.0)),
     "reward-errors": ("error", moves(reward__error_rate=0.3)),
 }
 
@@ -330,13 +332,7 @@ def test_a_run_that_failed_was_killed_or_hangs(tmp_path: Path, capsys: pytest.Ca
 
 def test_every_rule_is_planted_somewhere() -> None:
     elsewhere = {"slow-prompts-starved", "data-order"}  # above
-    in_other_files = {
-        "slower-than-plan",
-        "reward-constant",
-        "nothing-moves",
-        "accuracy-counts-nothing",
-        "greedy-and-sampled",
-    }
+    in_other_files = {"slower-than-plan", "accuracy-counts-nothing", "greedy-and-sampled"}
     of_spans = {"starving-trainer", "starving-rollout"}
     planted = {name.split()[0] for name in FAULTS}
     ours = {name for name, rule in STEP_RULES.items() if is_ours(rule.check)}  # pages of the docs register theirs

@@ -9,7 +9,6 @@ import pytest
 from distflow.observe.report.build import report_data
 from distflow.observe.report.findings import (
     Finding,
-    LiveFindings,
     RunRecords,
     accuracy_counts_nothing,
     constant_reward,
@@ -20,6 +19,7 @@ from distflow.observe.report.findings import (
     truncation,
 )
 from distflow.observe.report.graph_and_timelines import read_activity
+from distflow.observe.report.step_rules import StepRules
 from distflow.observe.run_reader import Timeline
 from distflow.observe.writing.run_folder import RunFolder
 
@@ -102,24 +102,23 @@ def test_a_run_whose_weights_never_moved(columns: dict[str, tuple[float, ...]], 
 
 
 def test_while_a_run_goes_on_each_obstacle_is_reported_once() -> None:
-    live, said = LiveFindings({"data": {"max_response_length": 64}}), dict[int, list[str]]()
-    for step in range(1, 41):
+    live, said = StepRules({"data": {"max_response_length": 64}}), dict[int, list[str]]()
+    for step in range(1, 61):
         reward = {"reward/max": float(step > 20), "reward/min": 0.0, "actor/grad_norm": float(step > 20)}
         found = live.step(step, {**reward, "rollout/truncated": 0.98 if step > 30 else 0.0})
-        said |= {step: found} if found else {}
-    assert list(said) == [8, 31] or list(said) == [8, 32], said
-    assert said[8][0].startswith("steps 1 to 8: The reward was 0 for every response of all 8 steps")
-    (cut,) = said[max(said)]
-    assert cut.startswith(f"after step {max(said)}: ") and "truncated at 64 tokens, over the last 2 steps" in cut
-    assert "Raise data.max_response_length" in cut
+        said |= {step: [f"{each.text} {each.advice}" for each in found]} if found else {}
+    constant, cut = [text for texts in said.values() for text in texts]
+    assert list(said) == [10, 33], said
+    assert constant.startswith("The reward was 0 for every response of all 8 steps")
+    assert "truncated at 64 tokens, over the last 2 steps" in cut and "Raise data.max_response_length" in cut
 
 
 def test_a_sound_run_is_told_nothing_and_a_still_one_why() -> None:
-    sound, still, said = LiveFindings({}), LiveFindings({}), list[str]()
+    sound, still, said = StepRules({}), StepRules({}), list[str]()
     for step in range(1, 31):
-        moves = {"reward/max": 1.0, "reward/min": 0.0, "rollout/truncated": 0.3, "actor/lr": 1e-5}
+        moves = {"reward/max": 1.0, "reward/min": 0.0, "rollout/truncated": 0.05, "actor/lr": 1e-5}
         assert not sound.step(step, {**moves, "actor/grad_norm": 0.1})
-        said += still.step(step, {**moves, "actor/grad_norm": 0.0})
+        said += [each.text for each in still.step(step, {**moves, "actor/grad_norm": 0.0})]
     assert len(said) == 1 and "Nothing was learned in all 8 steps: the gradient was 0." in said[0]
 
 

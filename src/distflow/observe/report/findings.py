@@ -6,7 +6,7 @@ Also which side waits for the other if rollout and training overlap.
 import math
 import statistics
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +18,14 @@ from distflow.observe.crash_safe_files import JSON, read_object, to_number
 from distflow.observe.report.chart_data import tabulate
 from distflow.observe.report.graph_and_timelines import RunActivity, read_activity
 from distflow.observe.report.samples import evenly
-from distflow.observe.report.step_rules import STEP_RULES, StepRules, rules_over
+from distflow.observe.report.step_rules import (
+    MANY_STEPS,
+    STEP_RULES,
+    Check,
+    History,
+    register_doctor_rule,
+    rules_over,
+)
 from distflow.observe.report.summary_sentences import REWARD, Finding, Steps, failure, known_values, readable_s, status
 from distflow.observe.run_reader import (
     RIGHT,
@@ -36,7 +43,6 @@ from distflow.observe.writing.run_folder import sample_file_name
 
 MANY_CUT = 0.1
 MANY_EQUAL = 0.5
-MANY_STEPS = 8
 PLANNED, MISSED = "slower-than-plan", 0.5
 """The rule, and the share of what was measured by which a plan may miss it."""
 UNPLANNED = ("eval", "save", "save_wait", "start")
@@ -117,7 +123,8 @@ def examine(run: RunRecords) -> Examination:
         if each is not None:
             is_problem = each.tone in ("bad", "flat") and rule.name not in lacking
             found.append(each._replace(rule=rule.name, level=(each.level or rule.level) if is_problem else ""))
-    found += rules.findings()
+    known = {each.rule for each in found if each.level}
+    found += [each for each in rules.findings() if each.rule not in known]
     names = {rule.name for rule in RUN_RULES} | {*STEP_RULES}
     clean = sorted(names - {*lacking} - {each.rule for each in found if each.level})
     return Examination([_with_samples(run, each) for each in found], clean, lacking)
@@ -238,35 +245,8 @@ def no_update(steps: Steps) -> Finding | None:
     return None
 
 
-class LiveFindings:
-    """Findings during a run, over its last steps, each reported once; and those of `StepRules` when they open."""
-
-    def __init__(self, config: Mapping[str, JSON]) -> None:
-        self._config, self._rules = config, StepRules(config)
-        self._steps, self._reported = deque[tuple[int, Mapping[str, float]]](maxlen=MANY_STEPS), set[str]()
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """The findings that are new after a step."""
-        opened = [f"after step {step}: {f.text} {f.advice} [{f.rule}]" for f in self._rules.step(step, metrics)]
-        self._steps.append((step, metrics))
-        recent = dict(self._steps)
-        if len(recent) < MANY_STEPS:
-            return opened
-        found = {
-            f"steps {min(recent)} to {step}": constant_reward(recent, self._config) or no_update(recent),
-            f"after step {step}": truncation(recent, self._config),  # it says itself that it covers the last quarter
-        }
-        new = {
-            when: each
-            for when, each in found.items()
-            if each and each.tone == "bad" and each.advice not in self._reported
-        }
-        self._reported |= {each.advice for each in new.values()}
-        return [f"{when}: {each.text} {each.advice}".rstrip() for when, each in new.items()] + opened
-
-    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a validation."""
-        self._rules.history.add(step, metrics)
+def _no_update(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
+    return None if constant_reward(steps, config) else no_update(steps)  # which is the reason
 
 
 def accuracy_counts_nothing(steps: Steps) -> Finding | None:
@@ -559,9 +539,27 @@ def failed_run(run: RunRecords) -> Finding | None:
     return Finding("bad", text, advice, rule="run-failed", level="error", first=error.step, files=files)
 
 
+def _over_window(check: Callable[[Steps, Mapping[str, JSON]], Finding | None]) -> Check:
+    def look(history: History) -> Finding | None:
+        found = check(history.window, history.config)
+        return found if found and found.tone in ("bad", "flat") else None
+
+    return look
+
+
+# While a run goes on, its last steps count; afterwards the run as a whole takes precedence.
+for _name, _need, _level, _check in (
+    ("reward-constant", "reward/max", "error", constant_reward),
+    ("nothing-moves", "*/grad_norm", "error", _no_update),
+    ("length-runaway", "rollout/truncated", "warning", truncation),
+    ("no-signal", "reward/frac_reward_zero_std", "warning", lambda steps, config: equal_groups(steps)),
+):
+    register_doctor_rule(_name, [_need], _level, enough=MANY_STEPS)(_over_window(_check))  # type: ignore[arg-type]
+
+
 RUN_RULES: tuple[RunRule, ...] = (
     RunRule("reward-constant", "reward/max", "error", lambda run: constant_reward(run.steps, run.config)),
-    RunRule("nothing-moves", "", "error", lambda run: no_update(run.steps)),
+    RunRule("nothing-moves", "", "error", lambda run: _no_update(run.steps, run.config)),
     RunRule("accuracy-counts-nothing", "reward/max", "warning", lambda run: accuracy_counts_nothing(run.steps)),
     RunRule("length-runaway", "rollout/truncated", "warning", lambda run: truncation(run.steps, run.config)),
     RunRule("no-signal", "reward/frac_reward_zero_std", "warning", lambda run: equal_groups(run.steps)),

@@ -18,10 +18,13 @@ from typing import Literal
 from distflow.errors import UserError
 from distflow.import_target import is_ours, users_code
 from distflow.observe.crash_safe_files import JSON
-from distflow.observe.report.summary_sentences import REWARD, Finding
+from distflow.observe.report.summary_sentences import REWARD, Finding, Tone
 
 Level = Literal["error", "warning"]
-Check = Callable[["History"], str | None]
+Check = Callable[["History"], str | Finding | None]
+
+MANY_STEPS = 8
+"""Steps before which nothing is judged, and that the rules over a window see."""
 
 CLEAN_STEPS = 10
 _RECENT, _NEW, _FIRST = 100, 20, 20
@@ -31,19 +34,26 @@ DRIFT = 6.0
 
 
 class History:
-    """The metrics of the last steps, and the first values of each. config: as in config.yaml."""
+    """The metrics of the last steps, and the first values of each. config: as in config.yaml. metrics: of this step.
+    window: of the last 8 steps."""
 
     def __init__(self, config: Mapping[str, JSON]) -> None:
         self.config = config
-        self.step, self.metrics = 0, dict[str, float]()
+        self.step, self.metrics = -1, dict[str, float]()
+        self.window: dict[int, Mapping[str, float]] = {}
         self._recent: dict[str, deque[float]] = {}
         self._first: dict[str, list[float]] = {}
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         phases = [v for name, v in metrics.items() if re.fullmatch(r"memory/process/(?!peak).+", name)]
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self.step, self.metrics = step, finite | ({"memory/process": max(phases)} if phases else {})
-        for name, value in self.metrics.items():
+        finite |= {"memory/process": max(phases)} if phases else {}
+        before = self.metrics if step == self.step else {}
+        self.step, self.metrics = step, {**before, **finite}
+        self.window = {**self.window, step: self.metrics}
+        if len(self.window) > MANY_STEPS:
+            del self.window[min(self.window)]
+        for name, value in finite.items():
             self._recent.setdefault(name, deque(maxlen=_RECENT)).append(value)
             if len(first := self._first.setdefault(name, [])) < _FIRST:
                 first.append(value)
@@ -123,8 +133,8 @@ STEP_RULES: dict[str, StepRule] = {}
 def register_doctor_rule(
     name: str, needs: Sequence[str], level: Level = "warning", advice: str = "", **options: object
 ) -> Callable[[Check], Check]:
-    """Decorator for a rule: `function(history) -> sentence or None`. options: `action`, `enough`, `opens`, `worst` of
-    `StepRule`. A rule in a module of `trainer.imports` is checked at each step, and by `distflow doctor RUN`.
+    """Decorator for a rule: `function(history) -> sentence, Finding or None`. options: `action`, `enough`, `opens` and
+    `worst` of `StepRule`. A rule in a module of `trainer.imports` looks at each step, and in `distflow doctor RUN`.
 
     Raises UserError for a name that is in use.
     """
@@ -176,16 +186,16 @@ class StepRules:
         state.has_looked = True
         try:
             with users_code(f"the doctor rule '{rule.name}' failed:"):
-                text = rule.check(self.history)
+                said = rule.check(self.history)
         except UserError as error:
             self.failed[rule.name] = str(error)
             return None
-        if not text:
+        if not said:
             self._clean(state)
             return None
         state.clean, state.hits = 0, state.hits + 1
         step = self.history.step
-        state.pending = state.pending or self._finding(rule, text, numbers)
+        state.pending = state.pending or self._finding(rule, said, numbers)
         if state.open is not None:
             state.found[state.open] = state.found[state.open]._replace(last=step)
         elif state.hits >= rule.opens:
@@ -201,19 +211,11 @@ class StepRules:
                 state.found[state.open] = state.found[state.open]._replace(is_over=True)
             state.hits, state.pending, state.open = 0, None, None
 
-    def _finding(self, rule: StepRule, text: str, numbers: Mapping[str, float]) -> Finding:
+    def _finding(self, rule: StepRule, said: str | Finding, numbers: Mapping[str, float]) -> Finding:
         action = rule.action(self.history) if callable(rule.action) else rule.action
-        return Finding(
-            tone="bad" if rule.level == "error" else "flat",
-            text=text,
-            advice=rule.advice,
-            rule=rule.name,
-            level=rule.level,
-            action=action,
-            first=self.history.step,
-            numbers=numbers,
-            worst=rule.worst,
-        )
+        found = Finding("flat", said, rule.advice, action=action, worst=rule.worst) if isinstance(said, str) else said
+        tone: Tone = "bad" if rule.level == "error" else "flat"
+        return found._replace(tone=tone, rule=rule.name, level=rule.level, first=self.history.step, numbers=numbers)
 
 
 _LR, _STALENESS = "actor_rollout_ref.actor.optim.lr", "async.max_staleness"
