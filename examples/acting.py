@@ -43,7 +43,7 @@ if __name__ == "__main__":
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.add_tokens([*COLOURS, *MOVES])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    sizes = {"num_attention_heads": 4, "hidden_size": 96, "intermediate_size": 192}
+    sizes = {"num_attention_heads": 4, "hidden_size": 96, "intermediate_size": 192, "initializer_range": 0.1}
     config = LlavaConfig(
         vision_config={"image_size": 20, "patch_size": 4, "num_hidden_layers": 1, **sizes},
         text_config={"model_type": "llama", "vocab_size": len(tokenizer), "num_hidden_layers": 3, **sizes}

@@ -216,10 +216,10 @@ class Chat:
         """A further, separate conversation of the episode; several may ask at the same time.
 
         It continues from here with the same tokens, all of which count as given. messages: replace them as its history,
-        e.g. by a summary, which the chat template renders at the start of its first prompt; without any it begins anew.
+        e.g. by a summary, which the chat template renders at the start of its first prompt; () begins anew.
         Raises ChatError for anything that is not a message.
         """
-        history = list(self.messages) if messages is None else _messages(messages, "fork") if messages != [] else []
+        history = list(self.messages) if messages is None else _messages(messages, "fork") if messages != () else []
         begun = [Segment("prompt", self.token_ids)] if self.segments and messages is None else []
         self._num_forks += 1
         name = f"{self.name}.{self._num_forks}".removeprefix(".")

@@ -81,7 +81,7 @@ class SimulatorWorkflow:
         while not reason:
             paths = _store_images(episode.seen, chat)
             frames += paths[:1]
-            talk = chat.fork([]) if decisions else chat
+            talk = chat.fork(()) if decisions else chat
             reply = await talk.ask(self._encoded(chat, episode.seen, paths), max_tokens=codec.num_tokens, images=paths)
             decisions += 1
             chunk = codec.decode(reply.token_ids)[: self._execute]
