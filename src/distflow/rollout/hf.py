@@ -127,7 +127,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         """Do this in the engine's thread, before the next token."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self.between_tokens.ask(lambda: settle(outcome_of(work), future))
+        self.between_tokens.ask(lambda: settle(future, outcome_of(work)))
         loop.run_in_executor(self._worker, self.between_tokens.do_asked)
         return await future
 

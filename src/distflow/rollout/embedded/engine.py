@@ -247,12 +247,9 @@ class EmbeddedEngine:
     def _finish(self, lane: Lane, finished: list[Sequence]) -> None:
         """Free the slots of finished sequences, and return requests without further ones, in order of submission."""
         self._leave(lane, finished)
-        whole = [
-            number
-            for number in sorted({sequence.request for sequence in finished})
-            if all(sequence.finish_reason is not None for sequence in self._pending[number].sequences)
-        ]
-        settle(None, *(self._pending.pop(number).future for number in whole))
+        for number in sorted({sequence.request for sequence in finished}):
+            if all(sequence.finish_reason is not None for sequence in self._pending[number].sequences):
+                settle(self._pending.pop(number).future, None)
 
     def _leave(self, lane: Lane, gone: list[Sequence]) -> None:
         lane.leave(gone, lane.scheduler.remove(gone))
@@ -264,7 +261,7 @@ class EmbeddedEngine:
             try:
                 self._steps.check(pending.sequences[0])
             except UserError as error:
-                return settle(error, pending.future)
+                return settle(pending.future, error)
         self._pending[number] = pending
         pending.lane.scheduler.add(pending.sequences)
 
@@ -282,7 +279,8 @@ class EmbeddedEngine:
             lane.forget_prefixes()
         if self._steps is not None:
             self._steps.release()  # it may contain NaN
-        settle(error, *(waiting.future for waiting in pending))
+        for waiting in pending:
+            settle(waiting.future, error)
 
     def _load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         self._settle()

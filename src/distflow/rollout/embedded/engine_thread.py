@@ -69,7 +69,7 @@ class StepLoop:
     async def call(self, command: Callable[[], T]) -> T:
         """Run `command` between two steps and wait for its result or exception."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self.post(lambda: settle(outcome_of(command), future))
+        self.post(lambda: settle(future, outcome_of(command)))
         return await future
 
     async def stop(self) -> None:
@@ -143,16 +143,17 @@ def outcome_of(action: Callable[[], T]) -> T | Exception:
         return error
 
 
-def settle(outcome: T | Exception, *futures: "asyncio.Future[T]") -> None:
-    """Set the result or exception of futures of another thread's loop, except those for which nobody waits any more.
-    All at once: each call wakes the other thread, which then takes turns with this one."""
+def settle(future: "asyncio.Future[T]", outcome: T | Exception) -> None:
+    """Set the result or exception of a future of another thread's loop, unless nobody waits for it any more."""
+    loop = future.get_loop()
 
     def deliver() -> None:
-        for future in (each for each in futures if not each.done()):
-            if isinstance(outcome, Exception):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
+        if future.done():
+            return
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
 
-    if futures and not (loop := futures[0].get_loop()).is_closed():  # only its loop's thread may settle a future
+    if not loop.is_closed():  # only its loop's thread may settle a future
         loop.call_soon_threadsafe(deliver)
