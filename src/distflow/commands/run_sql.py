@@ -237,8 +237,8 @@ def _tokens(run_dir: Path) -> Iterator[Row]:
 
 
 def saved_tokens(run_dir: Path, step: int) -> Iterator[Row]:
-    """The tokens of a step that `trainer.save_groups` saved, as `VIEWS` describes them, without the run. None if there
-    is no file, or it is torn."""
+    """The tokens of a step that `trainer.save_groups` saved, as `VIEWS` describes them, without the run. Nothing if
+    there is no file, or it is torn."""
     from safetensors import SafetensorError
 
     from distflow.runtime.run_reporter import load_groups
