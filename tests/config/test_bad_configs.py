@@ -227,12 +227,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "trainer.slurm.partition",
         ("there is no Slurm job", "set trainer.launcher=slurm"),
     ),
-    "an engine that cannot be updated below its answers": (
-        "grpo",
-        ["async.max_staleness=2", f"{ROLLOUT}.name=hf"],
-        "async.max_staleness",
-        (f"{ROLLOUT}.name=embedded", "async.max_staleness=0"),
-    ),
     "a negative staleness": ("grpo", ["async.max_staleness=-1"], "async.max_staleness", ("≥ 0",)),
     "a fraction of a step": ("grpo", ["async.max_staleness=1.5"], "async.max_staleness", ("of type int",)),
     "no staleness at all": ("grpo", ["async.max_staleness=null"], "async.max_staleness", ("is null",)),

@@ -15,7 +15,7 @@ from tests.user_code import forgotten
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-MAX_LINES = {"own_loop.py": 40, "areal_gsm8k_grpo.py": 60, "tool_use.py": 40, "images.py": 60}
+MAX_LINES = {"own_loop.py": 40, "areal_gsm8k_grpo.py": 60, "tool_use.py": 40, "images.py": 60, "acting.py": 60}
 
 
 @pytest.fixture(autouse=True)
@@ -176,4 +176,19 @@ def test_the_model_learns_to_name_colours(tmp_path: Path, monkeypatch: pytest.Mo
     learned = f"actor_rollout_ref.model.path={folder}/sft"
     found = rewards(folder / "grpo", "train", "examples/images.yaml", learned)
     assert sum(found[:3]) / 3 < 0.4 and sum(found[-3:]) / 3 > 0.7, found
+    assert not notes(folder / "grpo", "warning")
+
+
+@pytest.mark.slow
+@pytest.mark.by_hand
+def test_the_policy_learns_to_reach_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.chdir(tmp_path)
+        runpy.run_path(str(EXAMPLES / "acting.py"), run_name="__main__")
+    folder = tmp_path / "runs" / "acting"
+    start = f"actor_rollout_ref.model.path={folder}/start"
+    assert main(["sft", "examples/acting_sft.yaml", start, f"trainer.default_local_dir={folder}/sft"]) == 0
+    learned = f"actor_rollout_ref.model.path={folder}/sft"
+    found = rewards(folder / "grpo", "train", "examples/acting.yaml", learned)
+    assert sum(found[:5]) / 5 < 0.6 and sum(found[-10:]) / 10 > 0.65, found
     assert not notes(folder / "grpo", "warning")

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config, RunLimits
+from distflow.config.compose.unknown_and_unused_keys import peek
 from distflow.config.derived_settings import reads_pairs
 from distflow.config.keys.reward import REWARD_MODEL, scoring_models
 from distflow.errors import UserError, hint
@@ -136,8 +137,9 @@ def prediction(config: Config, pipeline: BoundPipeline, plan: Plan, rows: int) -
     measured = measured_run(named) if (named := config.trainer.plan_from) else None
     if device not in ("cpu", accelerator()):
         return {}
+    config, named_by = peek(config), getattr(torch.get_device_module(), "get_device_name", str)  # backends may lack it
     try:
-        known = find_device("cpu" if device == "cpu" else torch.get_device_module().get_device_name())
+        known = find_device("cpu" if device == "cpu" else named_by())
         sources = {role: ModelSource(**source_of(config, role)[1]) for role in pipeline.engines}
         shapes = {role: ModelShape.of(source.config().to_dict()) for role, source in sources.items()}
     except UserError:

@@ -226,7 +226,11 @@ BROKEN = {
         ("run.yaml", "line 3, column 17"),
         "not valid YAML",
     ),
-    "an unknown base": ("defaults: [gropo]\n" + BASE, ("run.yaml", "defaults"), "dapo, grpo, multi_agent, ppo"),
+    "an unknown base": (
+        "defaults: [gropo]\n" + BASE,
+        ("run.yaml", "defaults"),
+        "dapo, embodied_srpo, grpo, multi_agent, ppo",
+    ),
     "itself as base": ("defaults: [run]\n" + BASE, ("run.yaml", "defaults"), "builds on itself"),
     "a section of hydra": (BASE + "hydra: {run: {dir: x}}\n", ("hydra", "run.yaml:3"), "default_local_dir"),
     "an unset variable": (
