@@ -142,7 +142,7 @@ class Run:
 
     def findings(self) -> Table:
         """A row for each problem that the doctor finds, with `rule`, `level`, `first`, `last`, `text`, `action`, ..."""
-        from distflow.observe.report.findings import examine, records_of
+        from distflow.observe.report.doctor import examine, records_of
 
         return Table(found._asdict() for found in examine(records_of(self.folder)).problems())
 

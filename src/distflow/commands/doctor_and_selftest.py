@@ -89,12 +89,12 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def _examine(run_dir: Path, as_json: bool, trusted: bool) -> int:
-    from distflow.observe.report import findings
+    from distflow.observe.report import doctor
 
-    ports, run = _of_run(str(run_dir)), findings.records_of(run_dir)
+    ports, run = _of_run(str(run_dir)), doctor.records_of(run_dir)
     own = _own_rules(run.config, trusted)
-    examined = findings.examine(run)
-    extra = (findings.failed_run(run), findings.unfinished(run, writer_of(run_dir) is not None))
+    examined = doctor.examine(run)
+    extra = (doctor.failed_run(run), doctor.unfinished(run, writer_of(run_dir) is not None))
     problems = [*filter(None, extra), *examined.problems()]
     numbers = Counter(found.level for found in problems)
     if as_json:

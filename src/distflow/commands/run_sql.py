@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from distflow.errors import UserError
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import JSON, encode, iter_records, read_object
-from distflow.observe.report.findings import examine, records_of
+from distflow.observe.report.doctor import examine, records_of
 from distflow.observe.report.summary_sentences import PROBLEM_KINDS
 from distflow.observe.writing.run_folder import DROPPED
 from distflow.untrusted_files import MAX_LINE_BYTES, open_file

@@ -186,7 +186,7 @@ def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
-    from distflow.observe.report.findings import examine, records_of
+    from distflow.observe.report.doctor import examine, records_of
 
     a, b = (records_of(find_run(name)) for name in (arguments.first, arguments.second))
     facts = [read_object(run.run_dir / "run.json", run.run_dir) for run in (a, b)]

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from distflow.observe.report.build import report_data
+from distflow.observe.report.doctor import examine
 from distflow.observe.report.findings import (
     Finding,
     RunRecords,
     accuracy_counts_nothing,
     constant_reward,
     equal_groups,
-    examine,
     no_update,
     predicted_and_measured,
     truncation,

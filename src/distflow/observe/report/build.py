@@ -15,7 +15,7 @@ from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import JSON, encode, read_object, write_atomically
 from distflow.observe.metrics import find_metric
 from distflow.observe.report import chart_data as charts
-from distflow.observe.report import domains, findings, samples, summary_sentences
+from distflow.observe.report import doctor, domains, findings, samples, summary_sentences
 from distflow.observe.report import graph_and_timelines as step
 from distflow.observe.report.summary_sentences import Accuracy, EventGroup, Finding, Steps, known_values
 from distflow.observe.run_reader import Event
@@ -76,7 +76,7 @@ def report_data(run_dir: Path) -> dict[str, Any]:
     columns = charts.series(steps)
     chosen = charts.choose_charts(columns["y"], domains.domain_charts(columns["y"]))
     drawn, others, constants = charts.set_constants_apart(*chosen, columns["y"])
-    found = findings.examine(findings.RunRecords(run_dir, timeline, steps, config, activity)).findings
+    found = doctor.examine(findings.RunRecords(run_dir, timeline, steps, config, activity)).findings
     planned = [each for each in found if each.rule == findings.PLANNED and each.tone == "unknown"]
     found = [each for each in found if each not in planned]
     written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)

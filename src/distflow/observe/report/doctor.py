@@ -1,0 +1,203 @@
+"""The doctor of a run: all rules, those over the metrics of steps and those over the whole run, and what they found."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from distflow.observe.crash_safe_files import JSON, read_object, to_number
+from distflow.observe.report.chart_data import tabulate
+from distflow.observe.report.findings import (
+    MUCH,
+    PLANNED,
+    RunRecords,
+    accuracy_counts_nothing,
+    constant_reward,
+    data_order,
+    equal_groups,
+    greedy_and_sampled,
+    idle_sides,
+    no_update,
+    predicted_and_measured,
+    reward_errors_of,
+    starved_prompts,
+    truncation,
+)
+from distflow.observe.report.graph_and_timelines import read_activity
+from distflow.observe.report.step_rules import (
+    MANY_STEPS,
+    STEP_RULES,
+    Check,
+    History,
+    register_doctor_rule,
+    rules_over,
+)
+from distflow.observe.report.summary_sentences import Finding, Steps, failure, known_values, readable_s, status
+from distflow.observe.run_reader import read_config, read_events, read_metrics, read_samples, read_timeline
+from distflow.observe.writing.run_folder import sample_file_name
+
+_MAX_SHOWN, _MAX_UIDS = 300, 5
+
+
+class RunRule(NamedTuple):
+    """needs: a metric, or "groups" or "decoding". check: over the whole run. A finding whose tone is good or unknown is
+    no problem."""
+
+    name: str
+    needs: str
+    level: str
+    check: Callable[[RunRecords], Finding | None]
+
+    def can_look(self, run: RunRecords) -> bool:
+        there = {
+            "groups": lambda: bool(run.activity.groups),
+            "decoding": lambda: run.activity.decodes,
+            "": lambda: True,
+        }
+        return there[self.needs]() if self.needs in there else self.needs in run.metrics
+
+
+def records_of(run_dir: Path) -> RunRecords:
+    """What there is in a run's folder."""
+    timeline = read_timeline(run_dir)
+    steps = tabulate(read_metrics(run_dir, timeline))
+    return RunRecords(run_dir, timeline, steps, read_config(run_dir), read_activity(run_dir))
+
+
+@dataclass(frozen=True)
+class Examination:
+    """findings: most important first. clean: the rules that found nothing. lacking: those without data, and what they
+    need."""
+
+    findings: list[Finding]
+    clean: list[str]
+    lacking: dict[str, str]
+
+    def problems(self) -> list[Finding]:
+        """Errors, then warnings, the earliest first."""
+        return sorted((f for f in self.findings if f.level), key=lambda f: (f.level != "error", f.first or 0))
+
+
+def examine(run: RunRecords) -> Examination:
+    """The findings of all rules, those on the metrics of steps included."""
+    rules = rules_over(run.steps, run.config)
+    found: list[Finding] = []
+    lacking = rules.lacking()
+    for rule in RUN_RULES:
+        if not rule.can_look(run):
+            lacking[rule.name] = f"needs {rule.needs}"
+            continue
+        each = rule.check(run)
+        if len(run.steps) < MANY_STEPS:
+            lacking[rule.name] = f"needs {MANY_STEPS} steps"
+        if each is not None:
+            is_problem = each.tone in ("bad", "flat") and rule.name not in lacking
+            found.append(each._replace(rule=rule.name, level=(each.level or rule.level) if is_problem else ""))
+    known = {each.rule for each in found if each.level}
+    found += [each for each in rules.findings() if each.rule not in known]
+    names = {rule.name for rule in RUN_RULES} | {*STEP_RULES}
+    clean = sorted(names - {*lacking} - {each.rule for each in found if each.level})
+    return Examination([_with_samples(run, each) for each in found], clean, lacking)
+
+
+def _with_samples(run: RunRecords, found: Finding) -> Finding:
+    """The finding with the samples of its first step that show it."""
+    if found.first is None or not found.level:
+        return found
+    rows = read_samples(run.run_dir, found.first, "train", run.timeline)
+    sizes = {str(row.get("uid")): to_number(row.get(found.worst)) for row in rows}
+    known = {uid: abs(size) for uid, size in sizes.items() if size is not None}
+    uids = found.uids or tuple(sorted(known, key=lambda uid: -known[uid])[:_MAX_UIDS])
+    name = f"samples/{sample_file_name(found.first, 'train')}"
+    return found._replace(uids=uids, files=("metrics.jsonl", *([name] if rows else [])))
+
+
+def unfinished(run: RunRecords, is_running: bool) -> Finding | None:
+    """A run without an end that nobody writes to, or that has done no step for far longer than steps take."""
+    if status(read_events(run.run_dir, run.timeline))["word"] != "no end yet":
+        return None
+    if not is_running:
+        text = "The run has no end, and no process on this machine writes to it: it was killed, or runs elsewhere."
+        advice = "The same command resumes it."
+        return Finding("flat", text, advice, rule="run-killed", level="warning", files=("events.jsonl",))
+    seconds = known_values(run.steps, "timing_s/step")
+    records = read_metrics(run.run_dir, run.timeline)
+    if not seconds or not records:
+        return None
+    limit, quiet = max(5 * statistics.median(seconds), 60.0), time.time() - records[-1].t
+    if quiet <= limit:
+        return None
+    last = max((s for part in run.activity.spans.values() for s in part), key=lambda s: s.end, default=None)
+    where = f" Its last span is {last.what}{f', on {last.on}' if last.on else ''}." if last else ""
+    text = f"No step ended for {readable_s(quiet)}; a step takes {readable_s(statistics.median(seconds))}.{where}"
+    numbers = {"seconds without a step": quiet, "limit": limit}
+    advice = "Look at stacks.txt and events.jsonl."
+    return Finding("bad", text, advice, rule="stuck", level="error", first=records[-1].step, numbers=numbers)
+
+
+def failed_run(run: RunRecords) -> Finding | None:
+    """A run that an error ended."""
+    error = failure(read_events(run.run_dir, run.timeline))
+    if error is None:
+        return None
+    text = f"The run failed: {error.message[:_MAX_SHOWN]}"
+    advice, files = "Its traceback is in events.jsonl.", ("events.jsonl",)
+    return Finding("bad", text, advice, rule="run-failed", level="error", first=error.step, files=files)
+
+
+def _idle(run: RunRecords, trainer_waits: bool) -> Finding | None:
+    found = idle_sides(run.activity, run.config)
+    return next((each for each in found if (each.numbers["trainer waits"] >= MUCH) == trainer_waits), None)
+
+
+def _no_update(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
+    return None if constant_reward(steps, config) else no_update(steps)  # which is the reason
+
+
+def _over_window(check: Callable[[Steps, Mapping[str, JSON]], Finding | None]) -> Check:
+    def look(history: History) -> Finding | None:
+        found = check(history.window, history.config)
+        return found if found and found.tone in ("bad", "flat") else None
+
+    return look
+
+
+# While a run goes on, its last steps count; afterwards the run as a whole takes precedence.
+for _name, _need, _level, _check in (
+    ("reward-constant", "reward/max", "error", constant_reward),
+    ("nothing-moves", "*/grad_norm", "error", _no_update),
+    ("length-runaway", "rollout/truncated", "warning", truncation),
+    ("no-signal", "reward/frac_reward_zero_std", "warning", lambda steps, config: equal_groups(steps)),
+):
+    register_doctor_rule(_name, [_need], _level, enough=MANY_STEPS)(_over_window(_check))  # type: ignore[arg-type]
+
+
+RUN_RULES: tuple[RunRule, ...] = (
+    RunRule("reward-constant", "reward/max", "error", lambda run: constant_reward(run.steps, run.config)),
+    RunRule("nothing-moves", "", "error", lambda run: _no_update(run.steps, run.config)),
+    RunRule("accuracy-counts-nothing", "reward/max", "warning", lambda run: accuracy_counts_nothing(run.steps)),
+    RunRule("length-runaway", "rollout/truncated", "warning", lambda run: truncation(run.steps, run.config)),
+    RunRule("no-signal", "reward/frac_reward_zero_std", "warning", lambda run: equal_groups(run.steps)),
+    RunRule("reward-errors", "", "", lambda run: reward_errors_of(run.run_dir, run.timeline, run.steps)),
+    RunRule(
+        "greedy-and-sampled",
+        "val_correct/all/mean",
+        "",
+        lambda run: greedy_and_sampled(run.run_dir, run.timeline, run.steps, run.config),
+    ),
+    RunRule("starving-trainer", "decoding", "warning", lambda run: _idle(run, trainer_waits=True)),
+    RunRule("starving-rollout", "decoding", "warning", lambda run: _idle(run, trainer_waits=False)),
+    RunRule("slow-prompts-starved", "groups", "warning", starved_prompts),
+    RunRule(
+        PLANNED,
+        "timing_s/step",
+        "warning",
+        lambda run: predicted_and_measured(
+            read_object(run.run_dir / "plan.json", run.run_dir).get("predicted"), run.steps
+        ),
+    ),
+    RunRule("data-order", "groups", "warning", data_order),
+)
+"""In the order in which a report shows their findings."""
