@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distflow.algorithms import rollout_correction
+from distflow.algorithms import mismatch_check
 from distflow.audit.auditor import Auditor
 from distflow.audit.node_metrics import NOT_RECOMPUTED
 from distflow.errors import TrustError
@@ -80,7 +80,11 @@ WRONG = {
     "reward_clip/clipped": ("masks", swapped(advantages, "_share", lambda of: lambda hit, counted: of(~hit, counted))),
     "mismatch/ess": (
         "correction",
-        swapped(rollout_correction, "effective_sample_size", lambda of: lambda *rest: of(*rest) / 2),
+        swapped(
+            mismatch_check,
+            "mismatch_statistics",
+            lambda of: lambda *rest: {name: value / (2 if name == "ess" else 1) for name, value in of(*rest).items()},
+        ),
     ),
     "async/rejected": (
         "grpo",

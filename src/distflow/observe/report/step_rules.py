@@ -269,7 +269,8 @@ def _never_updated(h: History) -> str | None:
 )
 def _weights_differ(h: History) -> str | None:
     first, now = h.last("canary/mean_abs")[0], h.now("canary/mean_abs")
-    if now <= max(5 * first, 1e-3):
+    rounding = 1e-3 if h.setting("actor_rollout_ref.model.dtype") == "float32" else 0.05
+    if now <= max(5 * first, rounding):
         return None
     return f"On fixed prompts, engine and trainer differ by {now:.2g} nats a token, at first by {first:.2g}."
 
