@@ -10,6 +10,8 @@ from typing import NamedTuple
 from distflow.observe.crash_safe_files import JSON, read_object, to_number
 from distflow.observe.report.chart_data import tabulate
 from distflow.observe.report.findings import (
+    MAX_SHOWN,
+    MAX_UIDS,
     MUCH,
     PLANNED,
     RunRecords,
@@ -37,8 +39,6 @@ from distflow.observe.report.step_rules import (
 from distflow.observe.report.summary_sentences import Finding, Steps, failure, known_values, readable_s, status
 from distflow.observe.run_reader import read_config, read_events, read_metrics, read_samples, read_timeline
 from distflow.observe.writing.run_folder import sample_file_name
-
-_MAX_SHOWN, _MAX_UIDS = 300, 5
 
 
 class RunRule(NamedTuple):
@@ -109,7 +109,7 @@ def _with_samples(run: RunRecords, found: Finding) -> Finding:
     rows = read_samples(run.run_dir, found.first, "train", run.timeline)
     sizes = {str(row.get("uid")): to_number(row.get(found.worst)) for row in rows}
     known = {uid: abs(size) for uid, size in sizes.items() if size is not None}
-    uids = found.uids or tuple(sorted(known, key=lambda uid: -known[uid])[:_MAX_UIDS])
+    uids = found.uids or tuple(sorted(known, key=lambda uid: -known[uid])[:MAX_UIDS])
     name = f"samples/{sample_file_name(found.first, 'train')}"
     return found._replace(uids=uids, files=("metrics.jsonl", *([name] if rows else [])))
 
@@ -142,7 +142,7 @@ def failed_run(run: RunRecords) -> Finding | None:
     error = failure(read_events(run.run_dir, run.timeline))
     if error is None:
         return None
-    text = f"The run failed: {error.message[:_MAX_SHOWN]}"
+    text = f"The run failed: {error.message[:MAX_SHOWN]}"
     advice, files = "Its traceback is in events.jsonl.", ("events.jsonl",)
     return Finding("bad", text, advice, rule="run-failed", level="error", first=error.step, files=files)
 

@@ -36,7 +36,7 @@ UNPLANNED = ("eval", "save", "save_wait", "start")
 """Phases that a plan leaves out."""
 MUCH, LITTLE = 0.3, 0.15
 """Shares of the time above which idleness is reported, and below which it does not count."""
-_MAX_SHOWN, _MAX_FILES, _MAX_UIDS = 300, 10, 5
+MAX_SHOWN, MAX_UIDS, _MAX_FILES = 300, 5, 10
 _SOME_ERRORS, _MANY_ERRORS = 0.02, 0.1
 _FEW_DROPPED = 20
 
@@ -221,7 +221,7 @@ def reward_errors_of(run_dir: Path, timeline: Timeline, steps: Steps) -> Finding
 
 def _failed_uids(run_dir: Path, timeline: Timeline, step: int | None) -> tuple[str, ...]:
     rows = [] if step is None else read_samples(run_dir, step, "train", timeline)
-    return tuple(str(row.get("uid")) for row in rows if row.get("errors"))[:_MAX_UIDS]
+    return tuple(str(row.get("uid")) for row in rows if row.get("errors"))[:MAX_UIDS]
 
 
 def _first_step(steps: Steps, name: str, limit: float) -> int | None:
@@ -277,7 +277,7 @@ def _messages(run_dir: Path, timeline: Timeline, split: str, steps: Iterable[int
             errors = row.get("errors")
             for error in errors if isinstance(errors, list) else [errors]:
                 if isinstance(error, str) and error:
-                    yield error if len(error) <= _MAX_SHOWN else f"{error[:_MAX_SHOWN]}…"
+                    yield error if len(error) <= MAX_SHOWN else f"{error[:MAX_SHOWN]}…"
 
 
 def _failed(values: Mapping[str, float]) -> float:
@@ -370,7 +370,7 @@ def starved_prompts(run: RunRecords) -> Finding | None:
         "The policy learns from short responses alone: allow more staleness, or recompute instead of aborting.",
         action=f"async.max_staleness={bound + 1}" if isinstance(bound, int) else "",
         numbers={"longest quarter": long / quarter, "shortest quarter": short / quarter},
-        uids=tuple(f"{group.group_id}-0" for group in stale[-_MAX_UIDS:]),
+        uids=tuple(f"{group.group_id}-0" for group in stale[-MAX_UIDS:]),
         files=("ledger.jsonl",),
     )
 
@@ -390,7 +390,7 @@ def data_order(run: RunRecords) -> Finding | None:
         (epoch, row), ids = next(iter(repeated.items()))
         rows = _count(len(repeated), "row")
         text = f"An epoch trained more than once on {rows}, such as row {row} in epoch {epoch}."
-        uids = tuple(f"{group_id}-0" for group_id in ids[:_MAX_UIDS])
+        uids = tuple(f"{group_id}-0" for group_id in ids[:MAX_UIDS])
         return Finding(
             "flat", text, "Look for duplicates in the order of the data.", uids=uids, files=("ledger.jsonl",)
         )
@@ -400,7 +400,7 @@ def data_order(run: RunRecords) -> Finding | None:
     if not shared:
         return None
     text = f"The training prompts of up to {_MAX_FILES} steps contain {_count(len(shared), 'validation problem')}."
-    uids = tuple(shared.values())[:_MAX_UIDS]
+    uids = tuple(shared.values())[:MAX_UIDS]
     return Finding("flat", text, "The validation then measures what was trained on: split the data anew.", uids=uids)
 
 
