@@ -71,6 +71,7 @@ COMMANDS: dict[str, Command] = {
     "report": Command("rewrite a run's report.html", "export_replay_report_why"),
     "why": Command("show the groups of a step, with those that were dropped", "export_replay_report_why"),
     "trace": Command("export steps of a run as a trace for ui.perfetto.dev", "export_replay_report_why"),
+    "dashboard": Command("show a folder of runs in a browser", "dashboard"),
     "watch": Command("show a run that another process writes, as its terminal does", "sql_show_and_diff"),
     "show": Command("show one sample with its group, scores and texts", "sql_show_and_diff"),
     "diff": Command("show what differs between two runs, and whether noise explains it", "sql_show_and_diff"),
@@ -83,7 +84,7 @@ GROUPS = {
     "start and train": ("new", "migrate", "train", "sft"),
     "use a model": ("eval", "chat", "serve", "export"),
     "before a run": ("plan", "config", "data", "reward", "rollout", "sandbox"),
-    "look at a run": ("list", "watch", "report", "why", "show", "diff", "sql", "trace", "replay"),
+    "look at a run": ("list", "dashboard", "watch", "report", "why", "show", "diff", "sql", "trace", "replay"),
     "this machine": ("doctor", "selftest"),
 }
 """The commands as `distflow --help` shows them."""

@@ -3,6 +3,7 @@ torch is imported without garbage collection."""
 
 import argparse
 import gc
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -59,6 +60,15 @@ def newest_run() -> Path | None:
     """The run in the current folder's runs/ whose ledger was written last."""
     ledgers = sorted(RUNS.glob(f"*/*/{LEDGER}"), key=lambda path: path.stat().st_mtime)
     return ledgers[-1].parent if ledgers else None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises UserError if the address cannot be listened on."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"{host}:{port} cannot be listened on: {why}; choose another --host or --port") from None
 
 
 @contextmanager

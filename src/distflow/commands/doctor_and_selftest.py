@@ -41,7 +41,7 @@ EXTRAS = {
     "tensorboard": (("tensorboard",), "metrics in TensorBoard (trainer.logger=tensorboard)"),
     "wandb": (("wandb",), "metrics in Weights & Biases (trainer.logger=wandb)"),
     **{name: ((name,), f"metrics there (trainer.logger={name})") for name in ("trackio", "mlflow", "swanlab")},
-    "ui": (("duckdb",), "SQL over the files of runs (distflow sql)"),
+    "ui": (("duckdb", "starlette", "uvicorn"), "SQL over the files of runs (distflow sql), the dashboard"),
     "ray": (("ray",), "several workers, one per device (trainer.launcher=ray)"),
     "gpu": (("pynvml",), "use and memory of NVIDIA GPUs among the metrics"),
     "optim8bit": (("bitsandbytes",), "optimizer moments in 8 bits (optim.optimizer=adamw_8bit)"),

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import os
 import secrets
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,6 +22,7 @@ from distflow.commands.arguments_and_run_folders import (
     add_preset_arguments,
     at_least,
     importing,
+    listen,
     rewards_ahead,
 )
 from distflow.errors import UserError
@@ -181,20 +181,11 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Before the model is loaded. Raises UserError if the address cannot be listened on."""
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UserError(f"{host}:{port} cannot be listened on: {why}; choose another --host or --port") from None
-
-
 def run_serve(arguments: argparse.Namespace) -> int:
     """Serve until interrupted or terminated."""
     say = partial(print, flush=True)
     say(f"distflow {__version__} · {arguments.model}")
-    listening = _listen(arguments.host, arguments.port)
+    listening = listen(arguments.host, arguments.port)
     with importing():
         from distflow.launch.model_without_run import load_config_of, serve
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from distflow.commands.arguments_and_run_folders import LEDGER, add_run_argument, add_trust_argument, find_run
 from distflow.errors import count_of
@@ -90,24 +90,43 @@ def add_why_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("step", metavar="STEP", type=int, help="number of the step, counted from 1")
 
 
-def run_why(arguments: argparse.Namespace) -> int:
+def step_content(run_dir: Path, step: int) -> "StepContent":
+    """Raises UserError if the ledger has no such step."""
     from distflow.observe.run_reader import read_samples
     from distflow.observe.writing.run_folder import sample_file_name, samples_dir
     from distflow.scheduling.lineage import step_lineage
 
-    run_dir = find_run(arguments.run_dir)
-    lineage = step_lineage(run_dir / LEDGER, arguments.step)
-    responses = _by_group(read_samples(run_dir, arguments.step, max_bytes=_MAX_SAMPLE_BYTES))
-    lines = _head(lineage, run_dir)
+    lineage = step_lineage(run_dir / LEDGER, step)
+    responses = _by_group(read_samples(run_dir, step, max_bytes=_MAX_SAMPLE_BYTES))
+    head = _head(lineage, run_dir)
     if lineage.consumed_at is not None and not responses:
-        name = sample_file_name(arguments.step, "train")
-        lines.append(f"scores and reward parts are missing: samples/{name} is missing, empty or rolled back")
-    if bytes_left_out(samples_dir(run_dir, "train") / sample_file_name(arguments.step, "train"), _MAX_SAMPLE_BYTES):
-        lines.append("the file of the step's samples is too long: scores of its first samples are missing")
-    lines += _table("groups", [_group_row(group, lineage, responses) for group in lineage.groups])
+        name = sample_file_name(step, "train")
+        head.append(f"scores and reward parts are missing: samples/{name} is missing, empty or rolled back")
+    if bytes_left_out(samples_dir(run_dir, "train") / sample_file_name(step, "train"), _MAX_SAMPLE_BYTES):
+        head.append("the file of the step's samples is too long: scores of its first samples are missing")
     reasons = Counter(_short(group.reason or "") for group in lineage.dropped)
     dropped = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "none"
-    lines += _table(f"dropped meanwhile: {dropped}", [_dropped_row(group) for group in lineage.dropped])
+    groups = [_group_row(group, lineage, responses) for group in lineage.groups]
+    return StepContent(
+        lineage, responses, head, groups, f"dropped meanwhile: {dropped}", list(map(_dropped_row, lineage.dropped))
+    )
+
+
+class StepContent(NamedTuple):
+    """What a step was made of. head: sentences. groups, dropped: rows of tables. dropped_note: a title."""
+
+    lineage: "StepLineage"
+    responses: Mapping[int, "Responses"]
+    head: list[str]
+    groups: list[dict[str, str]]
+    dropped_note: str
+    dropped: list[dict[str, str]]
+
+
+def run_why(arguments: argparse.Namespace) -> int:
+    content = step_content(find_run(arguments.run_dir), arguments.step)
+    lineage, responses = content.lineage, content.responses
+    lines = [*content.head, *_table("groups", content.groups), *_table(content.dropped_note, content.dropped)]
     if lineage.aborted:
         group_ids = ", ".join(map(str, lineage.aborted))
         lines += ["", f"aborted when the step was full, and generated again later: groups {group_ids}"]

@@ -11,12 +11,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distflow.commands.arguments_and_run_folders import LEDGER, add_run_argument, at_least, find_run
 from distflow.errors import UserError, count_of
 from distflow.observe.crash_safe_files import JSON, read_object, to_json
-from distflow.observe.metrics import headline_table
+from distflow.observe.metrics import headline_names
 from distflow.observe.report.summary_sentences import PROBLEM_KINDS, status
 from distflow.observe.run_reader import (
     PRESET,
@@ -112,12 +112,27 @@ def add_show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+class FoundSample(NamedTuple):
+    """group: in the ledger, if it is there. rows: all samples of the group in this step."""
+
+    step: int
+    split: str
+    row: dict[str, JSON]
+    group: Group | None
+    rows: list[dict[str, JSON]]
+
+
+def find_sample(run_dir: Path, uid: str, step: int | None) -> FoundSample:
+    """step: None if it is not known. Raises UserError if there is no such sample."""
+    group = _ledger_groups(run_dir).get(uid.partition("-")[0])
+    steps = [step] if step is not None else [group.step] if group and group.step else None
+    found, split, rows = _find_samples(run_dir, uid, steps)
+    return FoundSample(found, split, next(row for row in rows if row.get("uid") == uid), group, rows)
+
+
 def run_show(arguments: argparse.Namespace) -> int:
     run_dir = find_run(arguments.run_dir)
-    group = _ledger_groups(run_dir).get(str(arguments.uid).partition("-")[0])
-    steps = [arguments.step] if arguments.step is not None else [group.step] if group and group.step else None
-    step, split, rows = _find_samples(run_dir, arguments.uid, steps)
-    row = next(row for row in rows if row.get("uid") == arguments.uid)
+    step, split, row, group, rows = find_sample(run_dir, str(arguments.uid), arguments.step)
     if arguments.json:
         known = None if group is None else group._asdict()
         print(as_json({"run": str(run_dir), "step": step, "split": split, "sample": row, "group": known}))
@@ -186,13 +201,25 @@ def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
-    from distflow.observe.report.doctor import examine, records_of
+    from distflow.observe.report.doctor import records_of
 
     a, b = (records_of(find_run(name)) for name in (arguments.first, arguments.second))
+    content = differences(a, b)
+    if arguments.json:
+        print(as_json(content))
+    else:
+        print("\n".join(escape_control(line, one_line=True) for line in _diff_lines(a, b, content)))
+    return 0
+
+
+def differences(a: "RunRecords", b: "RunRecords") -> dict[str, Any]:
+    """What differs between two runs, as JSON data."""
+    from distflow.observe.report.doctor import examine
+
     facts = [read_object(run.run_dir / "run.json", run.run_dir) for run in (a, b)]
     same = [name for name in _FINGERPRINTS if name in facts[0] and facts[0][name] == facts[1].get(name)]
     rules = [{found.rule for found in examine(run).problems()} for run in (a, b)]
-    content: dict[str, Any] = {
+    return {
         "config": _config_changes(a.run_dir, b.run_dir, facts),
         "same": same,
         "different": [name for name in _FINGERPRINTS if name not in same and any(name in each for each in facts)],
@@ -200,11 +227,6 @@ def run_diff(arguments: argparse.Namespace) -> int:
         "metrics": _compared(a, b),
         "findings": {"only_a": sorted(rules[0] - rules[1]), "only_b": sorted(rules[1] - rules[0])},
     }
-    if arguments.json:
-        print(as_json(content))
-    else:
-        print("\n".join(escape_control(line, one_line=True) for line in _diff_lines(a, b, content)))
-    return 0
 
 
 def _config_changes(a: Path, b: Path, facts: Sequence[Mapping[str, JSON]]) -> list[dict[str, str]]:
@@ -311,7 +333,7 @@ def _diff_lines(a: "RunRecords", b: "RunRecords", content: Mapping[str, Any]) ->
     for word in ("same", "different"):
         lines.append(f"{word}: {', '.join(content[word]) or 'nothing known'}")
     lines += [f"first difference: {content['first_difference']}", ""]
-    shown = {name for line in headline_table() for name in line.names} | {"val_correct/all/mean"}
+    shown = headline_names()
     words = {True: "yes, in this pair", False: "no", None: "too few steps"}
     rows = [["metric", "A", "B", "B - A", "95 % interval", "can one tell?"]]
     for found in (found for found in content["metrics"] if found["metric"] in shown):

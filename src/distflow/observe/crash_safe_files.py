@@ -210,7 +210,7 @@ def iter_records(
     try:
         with open_file(path, folder) as file:
             lines = lines_of(file) if max_bytes is None else io.BytesIO(_end(file, max_bytes)[0])
-            yield from (_object(line) for line in lines if line.strip())
+            yield from (parse_object(line) for line in lines if line.strip())
     except FileNotFoundError:
         return
     except OSError as error:
@@ -231,7 +231,7 @@ def bytes_left_out(path: Path, max_bytes: int) -> int:
 def read_object(path: Path, folder: Path | None = None) -> dict[str, JSON]:
     """The object of a JSON file; empty if the file is missing or has none. Raises UserError as `iter_records` does."""
     try:
-        return _object(read_file(path, folder, _MAX_OBJECT_BYTES)) or {}
+        return parse_object(read_file(path, folder, _MAX_OBJECT_BYTES)) or {}
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -254,9 +254,11 @@ def _end(file: BinaryIO, max_bytes: int) -> tuple[bytes, int]:
     return (data.partition(b"\n")[2] if start else data), start
 
 
-def _object(text: bytes) -> dict[str, JSON] | None:
+def parse_object(text: bytes) -> dict[str, JSON] | None:
+    """The JSON object of a line; None if it has none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) and not is_deep(value) else None
+    is_flat = text.count(b"{") + text.count(b"[") <= MAX_DEPTH  # which is quicker to see
+    return value if isinstance(value, dict) and (is_flat or not is_deep(value)) else None

@@ -1,9 +1,10 @@
 """The metrics of a run: the meaning and unit of each, and how its parts are combined, from the table `metrics.toml`."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
+from sys import intern
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 Kind = Literal["mean", "sum", "max", "min", "last"]
@@ -56,6 +57,11 @@ def headline_table() -> tuple[Headline, ...]:
     return tuple(Headline(**{**row, "names": tuple(row["names"])}) for row in read_table("charts.toml")["headlines"])
 
 
+def headline_names() -> set[str]:
+    """The metrics that a line of text may show."""
+    return {name for line in headline_table() for name in line.names}
+
+
 _LEAF = "/"  # the key of a value whose name is also the prefix of other names; no part of a name can be "/"
 
 
@@ -92,17 +98,17 @@ def nest(values: Mapping[str, float]) -> Nested:
 
 def flatten(nested: Mapping[str, object]) -> dict[str, object]:
     """{"actor": {"loss": 1.0}} → {"actor/loss": 1.0}."""
-    return {"/".join(parts): value for parts, value in _leaves(nested, ())}
+    found: dict[str, object] = {}
+    _collect(nested, "", found)
+    return found
 
 
-def _leaves(nested: Mapping[str, object], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], object]]:
+def _collect(nested: Mapping[str, object], start: str, found: dict[str, object]) -> None:
     for key, value in nested.items():
-        if key == _LEAF:
-            yield above, value
-        elif isinstance(value, Mapping):
-            yield from _leaves(value, (*above, key))
+        if isinstance(value, dict) and key != _LEAF:
+            _collect(value, f"{start}{key}/", found)
         else:
-            yield (*above, key), value
+            found[intern(start[:-1] if key == _LEAF else start + key)] = value  # one string for all steps
 
 
 Measured = tuple[Mapping[str, float], float]

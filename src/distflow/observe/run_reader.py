@@ -3,6 +3,7 @@
 After a resume from step k, records of earlier restarts about later steps are invalid. Readers return the surviving
 timeline; events, being history, are all returned and marked."""
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,17 +16,20 @@ import yaml
 from distflow.errors import count_of
 from distflow.observe.crash_safe_files import (
     JSON,
+    MAX_NUMBER,
     bytes_left_out,
     encode,
     is_deep,
     iter_records,
+    parse_object,
     read_records,
     to_number,
+    unreadable,
 )
 from distflow.observe.metrics import TIMED_OUT, flatten
 from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import DROPPED, Span, sample_file_name, samples_dir
-from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file
+from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, open_file, read_file
 
 RIGHT = 1.0 - 1e-6
 MAX_BYTES = 64 * 2**20
@@ -228,15 +232,19 @@ def read_metrics(
     timeline: here and below, saves reading it again.
     """
     timeline = timeline or read_timeline(run_dir, max_bytes)
+    raw = iter_records(run_dir / "metrics.jsonl", max_bytes, run_dir)
+    return _surviving((record for each in raw if each and (record := _metrics_record(each))), timeline)
+
+
+def _surviving(records: Iterable[MetricsRecord], timeline: Timeline) -> list[MetricsRecord]:
     found: dict[tuple[int, str], MetricsRecord] = {}
-    names: dict[str, str] = {}  # one string per name: each record would have its own
-    for raw in iter_records(run_dir / "metrics.jsonl", max_bytes, run_dir):
-        record = None if raw is None else _metrics_record(raw)
-        if record is None or not timeline.survives(record.restart, record.step):
+    names = set[str]()
+    for record in records:
+        if not timeline.survives(record.restart, record.step):
             continue
-        new = [name for name in record.values if name not in names][: _MAX_NAMES - len(names)]
-        names.update(zip(new, new, strict=True))
-        record = replace(record, values={names[n]: value for n, value in record.values.items() if n in names})
+        if not record.values.keys() <= names:
+            names.update([name for name in record.values if name not in names][: _MAX_NAMES - len(names)])
+            record = replace(record, values={name: value for name, value in record.values.items() if name in names})
         key = (record.step, record.kind)
         known = found.get(key)
         if known is None or known.restart < record.restart:
@@ -245,6 +253,34 @@ def read_metrics(
         elif known.restart == record.restart:
             found[key] = replace(known, values={**record.values, **known.values})
     return sorted(found.values(), key=lambda record: record.step)
+
+
+class GrowingMetrics:
+    """The metrics of a run that may go on: each reading takes only what was added since the last one."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._known, self._end, self._file = run_dir, list[MetricsRecord](), 0, (0, 0)
+
+    def read(self, timeline: Timeline) -> list[MetricsRecord]:
+        """As `read_metrics`."""
+        path = self._run_dir / "metrics.jsonl"
+        try:
+            with open_file(path, self._run_dir) as file:
+                found = os.fstat(file.fileno())
+                if (found.st_dev, found.st_ino) != self._file or found.st_size < self._end:  # another file
+                    self._known, self._file = [], (found.st_dev, found.st_ino)
+                    self._end = max(found.st_size - MAX_BYTES, 0)
+                file.seek(self._end)
+                added = file.read(MAX_BYTES)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise unreadable(path, error) from error
+        whole = added.rfind(b"\n") + 1
+        self._end += whole
+        lines = map(parse_object, added[:whole].splitlines())
+        self._known += [record for each in lines if each and (record := _metrics_record(each))]
+        return _surviving(self._known, timeline)
 
 
 def read_events(run_dir: Path, timeline: Timeline | None = None, max_bytes: int | None = MAX_BYTES) -> list[Event]:
@@ -296,8 +332,13 @@ def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
     step, nested = _whole(record.get("step")), record.get("m")
     if step is None or not isinstance(nested, dict):
         return None
-    flat = {name: value for name, value in flatten(nested).items() if len(name) <= _MAX_NAME}
-    values = {name: number for name, value in flat.items() if (number := to_number(value)) is not None}
+    values = {
+        name: number
+        for name, value in flatten(nested).items()
+        if len(name) <= _MAX_NAME
+        and (number := value if type(value) is float and -MAX_NUMBER < value < MAX_NUMBER else to_number(value))
+        is not None
+    }
     return MetricsRecord(
         step, _time(record), _whole(record.get("restart")) or 0, str(record.get("kind", "train")), values
     )

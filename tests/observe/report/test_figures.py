@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import re
 import time
 from base64 import b64encode
@@ -18,6 +19,7 @@ from distflow.observe.report.chart_data import (
     error_bars,
     histogram,
     histograms,
+    series,
     set_constants_apart,
     wilson,
 )
@@ -409,3 +411,17 @@ def test_small_images_of_prompts_are_taken_once_and_nothing_else_is_read(tmp_pat
     found = thin_samples(tmp_path, Timeline(), 40_000)
     assert [group["images"] for group in found["groups"]] == [names] * 3
     assert found["images"] == {"a.png": b64encode(b"\x89PNG small").decode()}
+
+
+def test_long_columns_are_thinned_alike_with_and_without_a_nan() -> None:
+    """A column with a NaN goes another way through the code than one without."""
+    draw = random.Random(0)
+    steps: dict[int, dict[str, float]] = {}
+    for step in range(1, 1000):
+        value, is_missing = draw.random(), draw.random() < (0.9 if step < 500 else 0.2)
+        steps[step] = {"c": 0.0} if is_missing else {"a": value, "b": value, "c": 0.0}
+    steps[999]["b"] = math.nan
+    found = series(steps, 401)
+    a, b = found["y"]["a"], found["y"]["b"]
+    assert len(a) == len(b) == len(found["x"]) and found["x"][-1] == 999
+    assert a[:-2] == b[:-2] and "NaN" in b[-2:] and None in a

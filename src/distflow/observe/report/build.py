@@ -6,6 +6,7 @@ import html
 import json
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -38,7 +39,24 @@ _MAX_LOG = 300
 _MAX_SENTENCES, _MAX_SENTENCE, _MAX_MESSAGE = 100, 2000, 20_000
 _WITH_COLUMNS = ("series", "bars")
 
-SCRIPTS = ("text", "top", "curves", "figures", "step", "timeline", "domains", "reward_results", "samples", "report")
+_PARTS = (
+    "text",
+    "load",
+    "top",
+    "curves",
+    "figures",
+    "step",
+    "timeline",
+    "domains",
+    "reward_results",
+    "samples",
+    "setup",
+)
+SCRIPTS = (*_PARTS, "report")
+POLICY_OF_SERVED_PAGES = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'"
+)
 
 
 def write_report(run_dir: Path, data: Mapping[str, Any] | None = None) -> Path:
@@ -63,59 +81,153 @@ def write_report(run_dir: Path, data: Mapping[str, Any] | None = None) -> Path:
 def report_data(run_dir: Path) -> dict[str, Any]:
     """Everything that the page shows, as JSON data; parts missing in the run's folder are empty. Samples fill the space
     that the rest leaves."""
-    timeline = run_reader.read_timeline(run_dir)
-    records, events = run_reader.read_metrics(run_dir, timeline), run_reader.read_events(run_dir, timeline)
-    run, config = read_object(run_dir / "run.json", run_dir), run_reader.read_config(run_dir)
-    steps, activity = charts.tabulate(records), step.read_activity(run_dir)
-    trials = samples.num_problems(run_dir, timeline)
-    accuracy = (
-        None if findings.accuracy_counts_nothing(steps) else summary_sentences.find_accuracy(records, trials.get("all"))
-    )
-    failed = summary_sentences.failure(events)
-    groups = summary_sentences.group_events([event for event in events if event is not failed])
-    columns = charts.series(steps)
-    chosen = charts.choose_charts(columns["y"], domains.domain_charts(columns["y"]))
-    drawn, others, constants = charts.set_constants_apart(*chosen, columns["y"])
-    found = doctor.examine(findings.RunRecords(run_dir, timeline, steps, config, activity)).findings
-    planned = [each for each in found if each.rule == findings.PLANNED and each.tone == "unknown"]
-    found = [each for each in found if each not in planned]
-    written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
-    damaged = [Finding("flat", f"{sentence}.") for sentence in run_reader.read_damage(run_dir)]
-    end = summary_sentences.ending(events, steps, run.get("total_steps"), written)
-    judged = _judgements(end, found, accuracy, groups, steps)
-    data: dict[str, Any] = {
-        "title": str(run.get("experiment") or run.get("title") or run_dir.resolve().name)[:_MAX_SENTENCE],
-        "head": _facts(run, HEAD),
-        "facts": _facts(run, [key for key in run if key not in (*HEAD, *HIDDEN) and not key.endswith("fingerprint")]),
-        "status": summary_sentences.status(events),
-        "written": time.strftime("%Y-%m-%d %H:%M"),
-        "failure": _failure(failed) if failed else None,
-        "judgements": [f"{finding.text} {finding.advice}".rstrip() for finding in judged[:3]],
-        "sentences": _sentences(judged, steps, events, [*planned, *damaged]),
-        "tiles": tiles(accuracy, steps),
-        "problems": groups,
-        "log": [_log_line(event) for event in events if event.kind not in summary_sentences.PROBLEM_KINDS][-_MAX_LOG:],
-        "compare": samples.before_and_after(run_dir, timeline),
-        "domains": domains.domain_table(steps),
-        "series": columns,
-        "bars": charts.error_bars(columns["y"], trials),
-        "charts": drawn,
-        "others": others,
-        "constants": constants,
-        "units": {name: unit for name in others if (unit := charts.unit_of(name))},
-        "docs": {name: metric.doc for name in columns["y"] if (metric := find_metric(name))}
-        | domains.domain_docs(columns["y"]),
-        "histograms": charts.histograms(run_dir, timeline),
-        "pipeline": step.pipeline_graph(run_dir, steps),
-        "timelines": step.timelines(activity, records),
-        "preset": str(run.get("preset", "")),
-        "changed": _changed(run),
-        "config": _config_text(run_dir, run),
+    run = RunPages(run_dir)
+    data = {
+        **run.top(),
+        **run.judged(),
+        **run.learned(),
+        **run.curves(),
+        **run.histograms(),
+        **run.time(),
+        **run.setup(),
     }
     _shrink(data, MOST_BYTES - _LEAST_SAMPLES_BYTES - 3 * _PAGE_BYTES)
     room = max(MAX_BYTES - len(encode(data)) - _PAGE_BYTES, _LEAST_SAMPLES_BYTES)
-    data["samples"] = samples.thin_samples(run_dir, timeline, room)
+    data["samples"] = samples.thin_samples(run_dir, run.timeline, room)
     return data
+
+
+class RunPages:
+    """The data of a run's pages as JSON, in parts: each reads what it needs when it is first asked for.
+
+    records: the run's metrics, if they are known.
+    """
+
+    def __init__(self, run_dir: Path, records: list[run_reader.MetricsRecord] | None = None) -> None:
+        self.run_dir, self.timeline = run_dir, run_reader.read_timeline(run_dir)
+        self.records = run_reader.read_metrics(run_dir, self.timeline) if records is None else records
+        self.events = run_reader.read_events(run_dir, self.timeline)
+        self.run = read_object(run_dir / "run.json", run_dir)
+
+    @cached_property
+    def steps(self) -> Steps:
+        return charts.tabulate(self.records)
+
+    @cached_property
+    def table(self) -> charts.Table:
+        return charts.as_table(self.steps)
+
+    @cached_property
+    def activity(self) -> step.RunActivity:
+        return step.read_activity(self.run_dir)
+
+    @cached_property
+    def trials(self) -> dict[str, int]:
+        return samples.num_problems(self.run_dir, self.timeline)
+
+    @cached_property
+    def problems(self) -> list[EventGroup]:
+        failed = summary_sentences.failure(self.events)
+        return summary_sentences.group_events([event for event in self.events if event is not failed])
+
+    @cached_property
+    def accuracy(self) -> Accuracy | None:
+        if findings.accuracy_counts_nothing(self.steps):
+            return None
+        return summary_sentences.find_accuracy(self.records, self.trials.get("all"))
+
+    @cached_property
+    def for_rules(self) -> findings.RunRecords:
+        config = run_reader.read_config(self.run_dir)
+        return findings.RunRecords(self.run_dir, self.timeline, self.steps, config, self.activity)
+
+    @cached_property
+    def examination(self) -> doctor.Examination:
+        return doctor.examine(self.for_rules)
+
+    def top(self) -> dict[str, Any]:
+        """What ran, how it ended, and the numbers to read first."""
+        run = self.run
+        name = run.get("experiment") or run.get("title") or self.run_dir.resolve().name
+        return {
+            "title": str(name)[:_MAX_SENTENCE],
+            "head": _facts(run, HEAD),
+            "status": summary_sentences.status(self.events),
+            "written": time.strftime("%Y-%m-%d %H:%M"),
+            "tiles": tiles(self.accuracy, self.steps),
+            "problems": self.problems,
+            "domains": domains.domain_table(self.steps),
+        }
+
+    def judged(self) -> dict[str, Any]:
+        """The findings in sentences, and what ended a run that failed."""
+        failed = summary_sentences.failure(self.events)
+        found, events, records = self.examination.findings, self.events, self.records
+        planned = [each for each in found if each.rule == findings.PLANNED and each.tone == "unknown"]
+        found = [each for each in found if each not in planned]
+        written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
+        damaged = [Finding("flat", f"{sentence}.") for sentence in run_reader.read_damage(self.run_dir)]
+        end = summary_sentences.ending(events, self.steps, self.run.get("total_steps"), written)
+        judged = _judgements(end, found, self.accuracy, self.problems, self.steps)
+        return {
+            "failure": _failure(failed) if failed else None,
+            "judgements": [f"{finding.text} {finding.advice}".rstrip() for finding in judged[:3]],
+            "sentences": _sentences(judged, self.steps, events, [*planned, *damaged]),
+        }
+
+    def learned(self) -> dict[str, Any]:
+        """The same validation problems before and after training."""
+        return {"compare": samples.before_and_after(self.run_dir, self.timeline)}
+
+    def curves(self) -> dict[str, Any]:
+        """The charts, their columns, and what did not change."""
+        found = charts.series(self.steps)
+        return {**self.columns(found), **self.layout(found["y"])}
+
+    def columns(self, series: Mapping[str, Any]) -> dict[str, Any]:
+        axes = charts.axes(series["x"], self.records, _samples_of_a_step(self.run_dir))
+        return {"series": {**series, "axes": axes}, "bars": charts.error_bars(series["y"], self.trials)}
+
+    def layout(self, y: Mapping[str, charts.Column]) -> dict[str, Any]:
+        """Which charts there are, and what each metric means. y: the columns, which may be of few points."""
+        chosen = charts.choose_charts(y, domains.domain_charts(y))
+        drawn, others, constants = charts.set_constants_apart(*chosen, y)
+        return {
+            "charts": drawn,
+            "others": others,
+            "constants": constants,
+            "units": {name: unit for name in others if (unit := charts.unit_of(name))},
+            "docs": {name: metric.doc for name in y if (metric := find_metric(name))} | domains.domain_docs(y),
+        }
+
+    def histograms(self) -> dict[str, Any]:
+        return {"histograms": charts.histograms(self.run_dir, self.timeline)}
+
+    def time(self) -> dict[str, Any]:
+        """How steps run."""
+        return {
+            "pipeline": step.pipeline_graph(self.run_dir, self.steps),
+            "timelines": step.timelines(self.activity, self.records),
+        }
+
+    def setup(self) -> dict[str, Any]:
+        """How it was configured, and what happened."""
+        run, log = self.run, [e for e in self.events if e.kind not in summary_sentences.PROBLEM_KINDS]
+        shown = [key for key in run if key not in (*HEAD, *HIDDEN) and not key.endswith("fingerprint")]
+        return {
+            "facts": _facts(run, shown),
+            "log": [_log_line(event) for event in log][-_MAX_LOG:],
+            "preset": str(run.get("preset", "")),
+            "changed": _changed(run),
+            "config": _config_text(self.run_dir, run),
+        }
+
+
+def _samples_of_a_step(run_dir: Path) -> int | None:
+    """As configured."""
+    flat = run_reader.flat_config(run_dir)
+    sizes = [flat.get(key, "") for key in ("data.train_batch_size", "actor_rollout_ref.rollout.n")]
+    return int(sizes[0]) * int(sizes[1]) if all(size.isdecimal() for size in sizes) else None
 
 
 def _judgements(
@@ -247,6 +359,34 @@ def fill(
         data=embed(data),
     )
     return filled.encode("utf-8", "backslashreplace")
+
+
+def served_files() -> dict[str, bytes]:
+    """The scripts and styles of a report, and those of a dashboard, by name."""
+    static = files("distflow.observe.report") / "static"
+    names = [f"{name}.js" for name in (*_PARTS, "dashboard")] + ["report.css"]
+    libraries = ("uPlot.iife.min.js", "uPlot.min.css")
+    return {name: (static / name).read_bytes() for name in names} | {
+        name: (static / "uplot" / name).read_bytes() for name in libraries
+    }
+
+
+def served_page(data: Mapping[str, object], title: str) -> bytes:
+    """The frame of a report whose scripts are served and ask for their data. data: what they start with."""
+    template = (files("distflow.observe.report") / "static" / "report.html").read_text(encoding="utf-8")
+    styles = "\n".join(f'<link rel="stylesheet" href="/static/{name}.css">' for name in ("uPlot.min", "report"))
+    scripts = "\n".join(
+        f'<script src="/static/{name}.js"></script>' for name in ("uPlot.iife.min", *_PARTS, "dashboard")
+    )
+    for inside, outside in (
+        ("<style>$style</style>", styles),
+        ("<script>$plot</script>\n<script>$script</script>", scripts),
+        ("distflow report", "distflow dashboard"),
+    ):
+        assert inside in template, f"report.html has no {inside}"
+        template = template.replace(inside, outside)
+    words = {"title": _text(title), "status": "", "policy": POLICY_OF_SERVED_PAGES, "sentences": ""}
+    return Template(template).substitute(words, data=embed(data)).encode("utf-8", "backslashreplace")
 
 
 def _paragraphs(data: Mapping[str, Any]) -> list[str]:

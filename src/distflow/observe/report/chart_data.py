@@ -9,21 +9,25 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NotRequired, TypeAlias, TypedDict, cast
 
 from distflow.observe.crash_safe_files import JSON, MAX_NUMBER
 from distflow.observe.metrics import find_metric, read_table
 from distflow.observe.run_reader import MetricsRecord, Timeline, read_samples, sample_steps
 
+if TYPE_CHECKING:
+    import numpy as np
+
 Column: TypeAlias = Sequence[float | str | None]
 
 MAX_POINTS = 1500
 MAX_SERIES = 300
-_MAX_VALUES = 150_000
+MAX_VALUES = 150_000
 MAX_BINS = 24
 _FEW_VALUES = 12
 _MAX_STEPS = 5
 _STALENESS = "staleness of the oldest token"
+_SPEED = "throughput/tokens_per_s"
 Z_95 = 1.959963984540054
 """The normal quantile of a two-sided 95 % interval."""
 _MAX_LINES = 8
@@ -113,21 +117,54 @@ def tabulate(records: Sequence[MetricsRecord]) -> dict[int, dict[str, float]]:
     """All metrics by step, bytes as GiB; records of several kinds (train, val) are merged, later ones win."""
     steps: dict[int, dict[str, float]] = {}
     for record in records:
-        values = {name: v / 2**30 if unit_of(name) == "GiB" else v for name, v in record.values.items()}
-        steps.setdefault(record.step, {}).update(values)
+        steps.setdefault(record.step, {}).update(record.values)
+    in_bytes = [name for name in {name for values in steps.values() for name in values} if unit_of(name) == "GiB"]
+    for values in steps.values():
+        values.update({name: values[name] / 2**30 for name in in_bytes if name in values})
     return steps
 
 
-def series(steps: Mapping[int, Mapping[str, float]], max_points: int = MAX_POINTS) -> dict[str, Any]:
+class Table(NamedTuple):
+    """All metrics of all steps. values: a row for each step, NaN where nothing was measured. odd: the metrics that were
+    measured as NaN or infinite."""
+
+    order: list[int]
+    places: dict[str, int]
+    values: "np.ndarray[Any, Any]"
+    odd: set[str]
+
+
+def as_table(steps: Mapping[int, Mapping[str, float]]) -> Table:
+    import numpy as np
+
+    order, alike = sorted(steps), dict[tuple[str, ...], list[int]]()
+    for row, step in enumerate(order):
+        alike.setdefault(tuple(steps[step]), []).append(row)
+    places = {name: place for place, name in enumerate(sorted({name for names in alike for name in names}))}
+    values, odd = np.full((len(order), len(places)), np.nan), set[str]()
+    for names, rows in alike.items():
+        block = np.array([[*steps[order[row]].values()] for row in rows], float)
+        values[np.ix_(rows, [places[name] for name in names])] = block
+        odd |= {names[place] for place in np.flatnonzero(~np.isfinite(block).all(0))}
+    return Table(order, places, values, odd)
+
+
+def series(
+    steps: Mapping[int, Mapping[str, float]],
+    max_points: int = MAX_POINTS,
+    max_values: int = MAX_VALUES,
+    wanted: Iterable[str] | None = None,
+    table: Table | None = None,
+) -> dict[str, Any]:
     """Columns for the charts, of at most `MAX_SERIES` metrics: `x`, the steps, and `y` by metric, one point per step.
 
     With more than `max_points` steps (`thinned`), neighbours are merged such that each column keeps its minimum and
     maximum. None means "not measured at this step"; the strings "NaN", "Infinity", "-Infinity" were measured. left_out:
-    names of the other metrics.
+    names of the other metrics. wanted: the metrics to take; None for all. table: of the steps, if it is known.
     """
-    names = sorted({name for values in steps.values() for name in values})
+    names = sorted({name for values in steps.values() for name in values} if wanted is None else wanted)
     shown, left_out = names[:MAX_SERIES], names[MAX_SERIES:]
-    max_points = min(max_points, _MAX_VALUES // max(len(shown), 1))
+    max_points = min(max_points, max_values // max(len(shown), 1))
     order = sorted(steps)
     if len(order) <= max_points:
         y = {name: [_point(steps[step].get(name)) for step in order] for name in shown}
@@ -135,8 +172,55 @@ def series(steps: Mapping[int, Mapping[str, float]], max_points: int = MAX_POINT
     size = -(-len(order) // (max_points // 2))
     buckets = [order[start : start + size] for start in range(0, len(order), size)]
     x = [step for bucket in buckets for step in (bucket[0], bucket[-1])[: len(bucket)]]
-    y = {name: [v for bucket in buckets for v in _extremes(bucket, steps, name)] for name in shown}
+    table = table or as_table(steps)
+    y = {
+        name: [v for bucket in buckets for v in _extremes(bucket, steps, name)]
+        if name in table.odd
+        else _merged(buckets, table, name)[: len(x)]
+        for name in shown
+    }
     return {"x": x, "y": y, "thinned": True, "left_out": left_out}
+
+
+def _merged(buckets: Sequence[Sequence[int]], table: Table, name: str) -> list[float | str | None]:
+    """What `_extremes` gives for all buckets of a column whose measurements are all finite."""
+    import numpy as np
+
+    size = len(buckets[0])
+    values = np.full(len(buckets) * size, np.nan)
+    values[: len(table.order)] = table.values[:, table.places[name]]
+    blocks = values.reshape(-1, size)
+    known = ~np.isnan(blocks)
+    low, high = np.where(known, blocks, np.inf), np.where(known, blocks, -np.inf)
+    first, last = low.argmin(1), high.argmax(1)
+    ends = np.stack([low.min(1), high.max(1)], 1)
+    ends[first > last] = ends[first > last, ::-1]
+    number = known.sum(1)
+    ends[number == 0] = np.nan
+    for single in np.flatnonzero(number == 1).tolist():  # it stays where it is
+        bucket = buckets[single]
+        step = bucket[first[single]]
+        ends[single, 0 if step - bucket[0] > bucket[-1] - step and len(bucket) > 1 else 1] = np.nan
+    return [None if value != value else _point(value) for value in ends.ravel().tolist()]
+
+
+def axes(x: Sequence[int], records: Sequence[MetricsRecord], samples_of_a_step: int | None) -> dict[str, list[float]]:
+    """What may stand in place of the steps `x`: hours since the first record, tokens and samples trained on so far.
+    None of them decreases."""
+    begin, hours, tokens = min((record.t for record in records), default=0.0), 0.0, 0.0
+    at: dict[int, tuple[float, float]] = {}
+    for record in records:
+        hours = max(hours, (record.t - begin) / 3600)
+        if record.kind == "train":
+            used = record.values.get(_SPEED, 0.0) * record.values.get("timing_s/step", 0.0)
+            tokens += used if math.isfinite(used) else 0.0
+        at[record.step] = (float(f"{hours:.6g}"), float(f"{tokens:.6g}"))
+    found = {"hours": [at[step][0] for step in x]}
+    if tokens:
+        found["tokens"] = [at[step][1] for step in x]
+    if samples_of_a_step:
+        found["samples"] = [float(step * samples_of_a_step) for step in x]
+    return found
 
 
 def _extremes(bucket: Sequence[int], steps: Mapping[int, Mapping[str, float]], name: str) -> list[float | str | None]:

@@ -32,11 +32,14 @@ def domain_table(steps: Steps) -> list[dict[str, Any]]:
     at the first and the last validation; `best` is pass@k for the largest k. calls: of reward functions in training;
     errors, timeouts: of these. dropped: groups by reason. None: not measured.
     """
+    names = _find(name for values in steps.values() for name in values)
+    if not names.domains:
+        return []
     found: dict[str, list[float]] = {}
     for _, values in sorted(steps.items()):
         for name, value in values.items():
             found.setdefault(name, []).extend([value] if math.isfinite(value) else [])
-    rows = [_row(domain, found) for domain in _find(found).domains[:MAX_ROWS]]
+    rows = [_row(domain, found) for domain in names.domains[:MAX_ROWS]]
     total = sum(row["groups"] or 0 for row in rows)
     for row in rows:
         row["share"] = row["groups"] / total if row["groups"] is not None and total else None

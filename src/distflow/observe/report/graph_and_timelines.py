@@ -135,6 +135,23 @@ def timelines(activity: RunActivity, records: Sequence[MetricsRecord]) -> list[S
     return [line for line in found if line["lanes"]]
 
 
+def timelines_of(activity: RunActivity, records: Sequence[MetricsRecord], number: int) -> list[StepTimeline]:
+    """The timeline of one step; empty if it was not timed."""
+    found = [_timeline(activity, "this step", [step]) for step in _timed(activity, records) if step.number == number]
+    return [line for line in found if line["lanes"]]
+
+
+def waits(activity: RunActivity) -> list[dict[str, Any]]:
+    """Who waited for whom, and how long in all, over the spans that were read."""
+    seconds: dict[tuple[str, str], float] = {}
+    for actor, spans in activity.spans.items():
+        for span in (span for span in spans if span.kind == "wait"):
+            key = (actor, span.on or span.what)
+            seconds[key] = seconds.get(key, 0.0) + span.end - span.start
+    longest_first = sorted(seconds.items(), key=lambda each: -each[1])[:MAX_SPANS]
+    return [{"who": who, "waits for": on, "seconds": round(s, 3)} for (who, on), s in longest_first]
+
+
 def _timed(activity: RunActivity, records: Sequence[MetricsRecord]) -> list[_Step]:
     earliest = min((span.start for part in activity.spans.values() for span in part), default=float("inf"))
     timed = [(record, seconds) for record in records if (seconds := record.values.get("timing_s/step", 0.0)) > 0]

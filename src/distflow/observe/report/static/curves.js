@@ -10,20 +10,22 @@ const sync = uPlot.sync("run");
 function columns(names) {
   const rows = [];
   for (let i = 0; i < data.series.x.length; i++) {
-    if (names.some((name) => data.series.y[name][i] !== null)) rows.push(i);
+    if (names.some((name) => (data.series.y[name]?.[i] ?? null) !== null)) rows.push(i);
   }
-  const x = rows.map((i) => data.series.x[i]);
+  const steps = rows.map((i) => data.series.x[i]);
+  const along = data.series.axes[byId("axis").value] ?? data.series.x;
+  const x = rows.map((i) => along[i]);
   const marks = [];
   const y = names.map((name, s) => rows.map((i, at) => {
-    const value = data.series.y[name][i];
+    const value = data.series.y[name]?.[i] ?? null;
     if (typeof value === "string") {
-      marks.push({ x: x[at], series: s, value });
+      marks.push({ at, series: s, value });
       return null;
     }
     return value === null ? undefined : value;
   }));
-  const bars = names.map((name) => data.bars[name] && rows.map((i) => data.bars[name][i]));
-  return { x, y, marks, bars };
+  const bars = names.map((name) => data.bars[name] && rows.map((i) => data.bars[name][i] ?? null));
+  return { x, y, steps, marks, bars };
 }
 
 function smooth(values, weight) {
@@ -78,7 +80,8 @@ class Chart {
       button.style.setProperty("--c", `var(${this.colors[s]})`);
       return button;
     }));
-    this.plotPlace = el("div", { class: "plot", tabindex: "0", role: "img", "aria-label": this.summary(), onkeydown: (event) => this.key(event) });
+    this.plotPlace = el("div", { class: "plot", tabindex: "0", role: "img", "aria-label": this.summary(), onkeydown: (event) => this.key(event),
+      onclick: (event) => event.shiftKey && this.openStep() });
     this.at = el("span", { class: "at" });
     const doc = data.docs[spec.names[0]];
     const sure = this.columns.bars.some(Boolean) ? " Bars: 95 % Wilson interval, as of independent problems." : "";
@@ -161,7 +164,7 @@ class Chart {
       cursor: { sync: { key: "run", setSeries: false }, y: false, points: { size: 6 }, drag: { x: true, y: false } },
       scales: { x: { time: false, ...(first === last ? { range: () => [first - 1, first + 1] } : {}) }, y: { range } },
       axes: [
-        { ...axis, size: 26, gap: 4, space: 60, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000, 1000000] },
+        { ...axis, size: 26, gap: 4, space: 60, ...(byId("axis").value !== "step" ? {} : { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000, 1000000] }) },
         { ...axis, size: 52, gap: 4, space: 34, values: (_, ticks) => ticks.map(number) },
       ],
       series: [{}, ...lines.map((line) => ({
@@ -174,17 +177,30 @@ class Chart {
     this.readOut(this.plot);
   }
 
+  // New data, with the zoom kept.
+  update() {
+    const { min, max } = this.plot.scales.x;
+    const { x: before } = this.columns;
+    this.columns = columns(this.spec.names);
+    const { data: drawn } = this.drawn();
+    if (before.length < 2 || drawn.length !== this.plot.series.length) return this.redraw();
+    const isZoomed = min > before[0] || max < before.at(-1);
+    this.plot.setData(drawn, !isZoomed);
+    if (isZoomed) this.plot.setScale("x", { min, max });
+    this.readOut(this.plot);
+  }
+
   // The legend shows the values under the cursor, or the last ones.
   readOut(plot) {
     const at = plot.cursor.idx;
     this.values.forEach((place, s) => {
       const column = this.columns.y[s];
       let value = at === null || at === undefined ? undefined : column[at];
-      if (value === null) value = this.columns.marks.find((m) => m.series === s && m.x === this.columns.x[at]).value;
+      if (value === null) value = this.columns.marks.find((m) => m.series === s && m.at === at).value;
       if (at === null || at === undefined) value = column.filter((v) => v !== undefined).pop() ?? undefined;
       place.textContent = number(value);
     });
-    this.at.textContent = at === null || at === undefined ? "" : `step ${this.columns.x[at]}${this.interval(at)}`;
+    this.at.textContent = at === null || at === undefined ? "" : `step ${this.columns.steps[at]}${this.interval(at)}`;
   }
 
   interval(at) {
@@ -227,7 +243,7 @@ class Chart {
     const y = bbox.top + bbox.height - size * 2;
     for (const mark of this.columns.marks) {
       if (!this.shown[mark.series]) continue;
-      const x = plot.valToPos(mark.x, "x", true);
+      const x = plot.valToPos(this.columns.x[mark.at], "x", true);
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
       ctx.strokeStyle = css("--bad");
       ctx.beginPath();
@@ -246,7 +262,14 @@ class Chart {
     this.redraw();
   }
 
+  // Where the dashboard shows what happened in the step under the cursor.
+  openStep() {
+    const at = this.plot.cursor.idx;
+    if (data.api && data.runs.length === 1 && at !== null && at !== undefined) go("step", { step: this.columns.steps[at] });
+  }
+
   key(event) {
+    if (event.key === "Enter") this.openStep();
     const moves = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
     if (!(event.key in moves)) return;
     event.preventDefault();
@@ -256,6 +279,8 @@ class Chart {
   }
 }
 
+let drawnCharts = "";
+
 function showCharts() {
   const note = [];
   if (data.series.thinned) note.push("Neighbouring steps are put together, each curve keeps its lowest and highest values.");
@@ -263,19 +288,49 @@ function showCharts() {
   if (data.series.x.length === 0) note.push("No metrics were recorded.");
   else if (!data.charts.length) note.push("A curve needs two steps.");
   else note.push("Point at a chart to read all of them at one step; drag to zoom, double-click to zoom out.");
+  if (data.api && data.runs.length === 1 && data.charts.length) note.push("Shift-click or press Enter to see what happened in a step.");
   byId("curves-note").textContent = note.join(" ");
-  document.querySelector(".tool").hidden = !data.charts.length;
+  for (const tool of document.querySelectorAll(".tool")) tool.hidden = !data.charts.length;
+  const these = JSON.stringify([data.charts, data.others]);
+  if (these === drawnCharts) {
+    for (const chart of charts) chart.update();
+    return;
+  }
+  const isFirst = !drawnCharts;
+  drawnCharts = these;
+  for (const chart of charts.splice(0)) chart.plot.destroy();
+  if (isFirst) startTools();
+  byId("charts").replaceChildren();
   for (const spec of data.charts) new Chart(spec, byId("charts"));
-  byId("smoothing").value = data.series.x.length > 40 ? "0.6" : "0";
-  if (byId("smoothing").value !== "0") for (const chart of charts) chart.redraw();
-  byId("smoothing").addEventListener("change", () => { for (const chart of charts) chart.redraw(); });
-  if (!data.others.length) return;
+  showOthers();
+}
+
+function startTools() {
+  const axes = Object.keys(data.series.axes);
+  byId("axis").append(...axes.map((name) => el("option", { value: name }, name)));
+  byId("axis").value = axes.includes(state("axis")) ? state("axis") : "step";
+  byId("smoothing").value = state("smoothing") || (data.series.x.length > 40 ? "0.6" : "0");
+  for (const tool of [byId("axis"), byId("smoothing")]) {
+    tool.addEventListener("change", () => {
+      keepState({ [tool.id]: tool.value });
+      for (const chart of charts) {
+        chart.columns = columns(chart.spec.names);
+        chart.redraw();
+      }
+    });
+  }
+}
+
+function showOthers() {
   const others = byId("others");
-  others.hidden = false;
+  const place = others.querySelector(".charts");
+  const draw = (part) => {
+    Object.assign(data.series.y, part.series.y);
+    place.replaceChildren();
+    for (const name of data.others) new Chart({ question: name, kind: "line", unit: data.units[name] ?? "", names: [name] }, place);
+  };
+  others.hidden = !data.others.length;
   others.querySelector("summary").textContent = `${data.others.length} more metric${data.others.length > 1 ? "s" : ""}, a curve each`;
-  others.addEventListener("toggle", () => {
-    for (const name of data.others) {
-      new Chart({ question: name, kind: "line", unit: data.units[name] ?? "", names: [name] }, others.querySelector(".charts"));
-    }
-  }, { once: true });
+  others.ontoggle = () => { if (others.open && data.others.length && !place.childElementCount) load("others", {}, draw); };
+  if (others.open && data.others.length) draw(data);
 }

@@ -25,7 +25,7 @@ function showDomains() {
     ["groups dropped", (row) => dropped(row.dropped)],
   ].filter(([, value]) => domains.some((row) => value(row) !== "–"));
   const head = ["domain", ...columns.map(([name]) => name)].map((name) => el("th", { scope: "col" }, name));
-  section.querySelector("thead").append(el("tr", {}, ...head));
-  section.querySelector("tbody").append(...domains.map((row) => el("tr", {}, el("th", { scope: "row" }, inert(row.name)),
+  section.querySelector("thead").replaceChildren(el("tr", {}, ...head));
+  section.querySelector("tbody").replaceChildren(...domains.map((row) => el("tr", {}, el("th", { scope: "row" }, inert(row.name)),
     ...columns.map(([, value]) => el("td", {}, value(row))))));
 }

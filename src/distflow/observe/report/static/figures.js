@@ -6,19 +6,18 @@ const BAR_HEIGHT = 150;
 const isTwofold = (name) => data.domains.length > 0 && name.startsWith("reward/") && name.split("/").length > 2 && name in data.docs;
 
 function showConstants() {
-  if (!data.constants.length) return;
   const place = byId("constants");
-  place.hidden = false;
+  place.hidden = !data.constants.length;
   const number_of = `${data.constants.length} metric${data.constants.length > 1 ? "s" : ""}`;
   place.querySelector("summary").textContent = data.charts.length ? `${number_of} that did not change` : number_of;
-  place.open = !data.charts.length;
-  place.querySelector(".constants").append(...data.constants.map(({ name, value, unit }) =>
+  if (!data.charts.length) place.open = true;
+  place.querySelector(".constants").replaceChildren(...data.constants.map(({ name, value, unit }) =>
     el("div", { title: data.docs[name] ? `${name}: ${data.docs[name]}` : name }, el("span", {}, inert(isTwofold(name) ? data.docs[name] : name)), el("b", {}, `${number(value)} ${unit}`.trim()))));
 }
 
 function showHistograms() {
   byId("histograms").hidden = !data.histograms.length;
-  for (const histogram of data.histograms) byId("histograms").append(drawHistogram(histogram));
+  byId("histograms").replaceChildren(...data.histograms.map(drawHistogram));
 }
 
 // The earlier responses are the pale bars, the later ones the strong bars beside them.

@@ -22,13 +22,13 @@ const isMasked = (response) => response.masked > 0;
 
 const COLUMNS = [
   { key: "step", label: "step", width: "5.4rem", value: (group) => group.step },
-  { key: "split", label: "set", width: "4.4rem", value: (group) => group.split, wide: true },
-  { key: "domain", label: "domain", width: "6.5rem", byDomain: true, value: (group) => group.domain ?? "", wide: true },
+  { key: "split", label: "set", width: "4.4rem", isText: true, value: (group) => group.split, wide: true },
+  { key: "domain", label: "domain", width: "6.5rem", byDomain: true, isText: true, value: (group) => group.domain ?? "", wide: true },
   { key: "mean", label: "reward", width: "5.6rem", scored: true, value: (group) => mean(rewards(group)) },
   { key: "responses", label: "responses", width: "10.5rem", scored: true, value: (group) => group.responses.length, wide: true },
   { key: "length", label: "tokens", width: "5.2rem", value: lengths, wide: true },
-  { key: "prompt", label: "prompt", value: prompts },
-  { key: "response", label: "response", value: (group) => String(group.responses[0]?.response ?? "") },
+  { key: "prompt", label: "prompt", isText: true, value: prompts },
+  { key: "response", label: "response", isText: true, value: (group) => String(group.responses[0]?.response ?? "") },
 ];
 
 // What the selection offers: label and which groups it takes.
@@ -48,51 +48,101 @@ const WHICH = {
 
 const sameTexts = (group) => [group.prompt, group.truth, ...group.responses.flatMap((response) => [response.response, response.errors, JSON.stringify(response.remarks ?? {})])];
 
+// The same questions that a dashboard's server answers, about the groups inside a report.
+EMBEDDED.samples = () => {
+  const { groups, num_groups, num_responses, num_files, all_files } = data.samples;
+  const found = groups.flatMap(rewards);
+  return {
+    num_groups, num_responses, num_files, all_files, num_shown: groups.length,
+    // What was only read, as in supervised training, has no rewards.
+    is_scored: found.length > 0 || groups.some((group) => group.responses.some((response) => response.errors)),
+    domains: [...new Set(groups.map((group) => group.domain ?? ""))].sort(),
+    places: [...new Set(groups.map((group) => `${group.split} ${group.step}`))],
+    which: Object.fromEntries(Object.entries(WHICH).map(([name, [, takes]]) => [name, groups.filter(takes).length])),
+    lowest: Math.min(...found), highest: Math.max(...found),
+  };
+};
+
+EMBEDDED.groups = ({ text, step, which, domain, low, high, sort, down, page }) => {
+  const words = text.toLowerCase();
+  const takes = WHICH[which || "all"][1];
+  const groups = data.samples.groups.filter((group) => {
+    if (step && `${group.split} ${group.step}` !== step) return false;
+    if (domain !== "all" && `=${group.domain ?? ""}` !== domain) return false;
+    const average = mean(rewards(group));
+    if (low !== "" && !(average !== null && average >= Number(low))) return false;
+    if (high !== "" && !(average !== null && average <= Number(high))) return false;
+    if (!takes(group)) return false;
+    return !words || sameTexts(group).some((t) => String(t ?? "").toLowerCase().includes(words));
+  });
+  const { value } = COLUMNS.find((column) => column.key === sort);
+  const sign = down ? -1 : 1;
+  const sorted = groups.map((group) => [value(group), group]).sort(([a], [b]) => {
+    const known = [a, b].map((v) => v !== null && v !== undefined);
+    if (!known[0] || !known[1]) return known[1] - known[0];
+    return a < b ? -sign : a > b ? sign : 0;
+  }).map(([, group]) => group);
+  return { total: groups.length, groups: sorted.slice(page * PAGE_ROWS, (page + 1) * PAGE_ROWS) };
+};
+
+EMBEDDED.group = ({ group }) => group;
+
+const FILTERS = ["text", "step", "domain", "which", "low", "high"];
+
 class Samples {
   constructor() {
-    const { groups, num_groups, num_responses, num_files, all_files } = data.samples;
-    if (!groups.length) return;
     this.section = byId("samples");
-    this.section.hidden = false;
     this.form = this.section.querySelector("form");
-    this.sort = { column: COLUMNS[0], down: true };
-    const found = groups.flatMap(rewards);
-    // What was only read, as in supervised training, has no rewards.
-    this.isScored = found.length > 0 || groups.some((group) => group.responses.some((response) => response.errors));
-    this.section.querySelector("h2").textContent = this.isScored ? "What did it write?" : "What was it trained on?";
-    for (const label of this.form.querySelectorAll(".scored")) label.hidden = !this.isScored;
-    this.domains = [...new Set(groups.map((group) => group.domain ?? ""))].sort();
-    const hasDomains = this.domains.length > 1;
-    this.form.querySelector(".by-domain").hidden = !hasDomains;
-    this.columns = COLUMNS.filter((column) => (this.isScored || !column.scored) && (hasDomains || !column.byDomain));
-    this.lowest = Math.min(...found);
-    this.highest = Math.max(...found);
-    const all = groups.length === num_groups && num_files === all_files;
-    const files = num_files === all_files ? plural(all_files, "sample file") : `${num_files} of the ${plural(all_files, "sample file")}, evenly chosen`;
-    this.section.querySelector(".lead").textContent = `A row is a prompt with all its responses; open it to read them. ` + (all
-      ? "All groups of the run are here."
-      : `Here are ${groups.length.toLocaleString("en")} of the ${plural(num_groups, "group")} (${plural(num_responses, "response")}) in ${files}: evenly taken ` +
-        "from each domain, after a few with reward errors. Filters see these alone; the folder samples holds all.");
-    this.choices();
-    this.head();
     this.form.addEventListener("input", () => this.show(0));
     this.form.addEventListener("submit", (event) => event.preventDefault());
     this.form.addEventListener("reset", () => setTimeout(() => this.show(0)));
-    this.show(0);
+    this.read();
+  }
+
+  read() {
+    return load("samples", {}, (found) => this.start(found));
+  }
+
+  start(found) {
+    const isFirst = !this.columns;
+    this.found = found;
+    this.section.hidden = !found.num_shown && !data.api;
+    this.section.querySelector(".lead").textContent = found.all_files ? this.lead() : "The folder has no samples.";
+    this.form.hidden = !found.num_shown;
+    if (!found.num_shown) return;
+    this.section.querySelector("h2").textContent = found.is_scored ? "What did it write?" : "What was it trained on?";
+    for (const label of this.form.querySelectorAll(".scored")) label.hidden = !found.is_scored;
+    const hasDomains = found.domains.length > 1;
+    this.form.querySelector(".by-domain").hidden = !hasDomains;
+    this.columns = COLUMNS.filter((column) => (found.is_scored || !column.scored) && (hasDomains || !column.byDomain));
+    const values = FILTERS.map((name) => [name, state(name)]);
+    this.choices();
+    for (const [name, value] of values) if (value) this.form.elements[name].value = name === "domain" ? found.domains.indexOf(value.slice(1)) : value;
+    if (isFirst) {
+      this.sort = { column: this.columns.find((column) => column.key === state("sort")) ?? COLUMNS[0], down: state("down") !== "0" };
+      this.page = Number(state("page")) || 0;
+    }
+    this.head();
+    this.show(this.page);
+  }
+
+  lead() {
+    const { num_groups, num_responses, num_files, all_files, num_shown } = this.found;
+    const files = num_files === all_files ? plural(all_files, "sample file") : `${num_files} of the ${plural(all_files, "sample file")}`;
+    const row = "A row is a prompt with all its responses; open it to read them. ";
+    if (num_shown === num_groups && num_files === all_files) return `${row}All groups of the run are here.`;
+    if (data.api) return `${row}${num_files.toLocaleString("en")} of ${plural(all_files, "sample file")} have been read so far, the last steps first.`;
+    return `${row}Here are ${num_shown.toLocaleString("en")} of the ${plural(num_groups, "group")} (${plural(num_responses, "response")}) in ${files}${num_files === all_files ? "" : ", evenly chosen"}: ` +
+      "evenly taken from each domain, after a few with reward errors. Filters see these alone; the folder samples holds all.";
   }
 
   choices() {
     const { step, which, domain } = this.form.elements;
-    domain.append(el("option", { value: "all" }, "all"));
-    for (const [i, name] of this.domains.entries()) domain.append(el("option", { value: String(i) }, inert(name || "(none)")));
-    step.append(el("option", { value: "" }, "all"));
-    for (const name of new Set(data.samples.groups.map((group) => `${group.split} ${group.step}`))) {
-      step.append(el("option", { value: name }, inert(name)));
-    }
-    for (const [name, [label, takes]] of Object.entries(WHICH)) {
-      const number = data.samples.groups.filter(takes).length;
-      if (number) which.append(el("option", { value: name }, name === "all" ? label : `${label} (${number.toLocaleString("en")})`));
-    }
+    const option = (value, label) => el("option", { value }, label);
+    domain.replaceChildren(option("all", "all"), ...this.found.domains.map((name, i) => option(i, inert(name || "(none)"))));
+    step.replaceChildren(option("", "all"), ...this.found.places.map((name) => option(name, inert(name))));
+    which.replaceChildren(...Object.entries(WHICH).filter(([name]) => this.found.which[name]).map(([name, [label]]) =>
+      option(name, name === "all" ? label : `${label} (${this.found.which[name].toLocaleString("en")})`)));
   }
 
   head() {
@@ -103,53 +153,39 @@ class Samples {
       if (column.width) column.cell.style.width = column.width;
       row.append(column.cell);
     }
-    this.section.querySelector("thead").append(row);
+    this.section.querySelector("thead").replaceChildren(row);
   }
 
   sortBy(column) {
-    this.sort = { column, down: this.sort.column === column ? !this.sort.down : typeof column.value(data.samples.groups[0]) === "number" };
+    this.sort = { column, down: this.sort.column === column ? !this.sort.down : !column.isText };
     this.show(0);
   }
 
-  chosen() {
-    const { text, step, which, domain, low, high } = this.form.elements;
-    const wanted = domain.value === "all" ? null : this.domains[Number(domain.value)];
-    const words = text.value.toLowerCase();
-    const takes = WHICH[which.value || "all"][1];
-    const groups = data.samples.groups.filter((group) => {
-      if (step.value && `${group.split} ${group.step}` !== step.value) return false;
-      if (wanted !== null && (group.domain ?? "") !== wanted) return false;
-      const average = mean(rewards(group));
-      if (low.value !== "" && !(average !== null && average >= Number(low.value))) return false;
-      if (high.value !== "" && !(average !== null && average <= Number(high.value))) return false;
-      if (!takes(group)) return false;
-      return !words || sameTexts(group).some((t) => String(t ?? "").toLowerCase().includes(words));
-    });
-    const { column, down } = this.sort;
-    const sign = down ? -1 : 1;
-    return groups.map((group) => [column.value(group), group]).sort(([a], [b]) => {
-      const known = [a, b].map((v) => v !== null && v !== undefined);
-      if (!known[0] || !known[1]) return known[1] - known[0];
-      return a < b ? -sign : a > b ? sign : 0;
-    }).map(([, group]) => group);
+  show(page) {
+    const filters = Object.fromEntries(FILTERS.map((name) => [name, this.form.elements[name].value]));
+    if (filters.domain !== "all") filters.domain = `=${this.found.domains[Number(filters.domain)]}`;
+    const order = { sort: this.sort.column.key, down: this.sort.down ? 1 : 0, page };
+    this.page = page;
+    const plain = { domain: "all", which: "all", sort: "step", down: 1, page: 0 };
+    keepState(Object.fromEntries(Object.entries({ ...filters, ...order }).map(([name, value]) => [name, value === plain[name] ? "" : value])));
+    load("groups", { ...filters, ...order }, (answer) => this.draw(answer, page));
   }
 
-  show(page) {
-    const groups = this.chosen();
+  draw({ groups, total }, page) {
     for (const column of this.columns) {
       if (column === this.sort.column) column.cell.setAttribute("aria-sort", this.sort.down ? "descending" : "ascending");
       else column.cell.removeAttribute("aria-sort");
     }
     const from = page * PAGE_ROWS;
-    this.section.querySelector("tbody").replaceChildren(...groups.slice(from, from + PAGE_ROWS).map((group) => this.row(group)));
+    this.section.querySelector("tbody").replaceChildren(...groups.map((group) => this.row(group)));
     this.section.querySelector(".count").textContent =
-      groups.length ? `${(from + 1).toLocaleString("en")} to ${Math.min(from + PAGE_ROWS, groups.length).toLocaleString("en")} of ${groups.length.toLocaleString("en")}` : "No group fits these filters.";
+      groups.length ? `${(from + 1).toLocaleString("en")} to ${(from + groups.length).toLocaleString("en")} of ${total.toLocaleString("en")}` : "No group fits these filters.";
     const turn = (label, to, possible) => {
       const button = el("button", { type: "button", onclick: () => this.show(to) }, label);
       button.disabled = !possible;
       return button;
     };
-    const more = from + PAGE_ROWS < groups.length;
+    const more = from + groups.length < total;
     this.section.querySelector(".pages").replaceChildren(...(page || more ? [turn("← previous", page - 1, page > 0), turn("next →", page + 1, more)] : []));
   }
 
@@ -161,8 +197,8 @@ class Samples {
     } },
       el("td", { class: "number" }, open, number(group.step)),
       el("td", { class: "wide-only" }, inert(group.split)),
-      ...(this.domains.length > 1 ? [el("td", { class: "wide-only" }, inert(group.domain ?? ""))] : []),
-      ...(this.isScored ? [el("td", { class: "number" }, scoreBadge(mean(rewards(group)))), el("td", { class: "wide-only" }, this.dots(group))] : []),
+      ...(this.found.domains.length > 1 ? [el("td", { class: "wide-only" }, inert(group.domain ?? ""))] : []),
+      ...(this.found.is_scored ? [el("td", { class: "number" }, scoreBadge(mean(rewards(group)))), el("td", { class: "wide-only" }, this.dots(group))] : []),
       el("td", { class: "number wide-only" }, number(lengths(group))),
       el("td", {}, line(prompts(group))),
       el("td", {}, line(group.responses[0]?.response)),
@@ -174,7 +210,7 @@ class Samples {
   dots(group) {
     const squares = group.responses.slice(0, MAX_DOTS).map(({ score }) => {
       const square = el("i", typeof score === "number" ? {} : { class: "none" });
-      const place = (score - this.lowest) / (this.highest - this.lowest);
+      const place = (score - this.found.lowest) / (this.found.highest - this.found.lowest);
       if (typeof score === "number") square.style.setProperty("--q", `${Math.round((Number.isFinite(place) ? place : 0.5) * 100)}%`);
       return square;
     });
@@ -184,7 +220,7 @@ class Samples {
   }
 
   images(group) {
-    const { images } = data.samples;
+    const { images } = data.samples ?? { images: {} };
     const shown = group.images.map((name, i) => (images[name] ? el("img", { src: `data:image/png;base64,${images[name]}`, alt: `image ${i + 1} of the prompt` }) : inert(`[image ${i + 1}: ${name}]`)));
     return shown.length ? [el("div", { class: "images" }, ...shown)] : [];
   }
@@ -198,6 +234,12 @@ class Samples {
       return;
     }
     const cell = el("td", { colspan: [...row.cells].filter((cell) => cell.offsetWidth).length });
+    row.after(el("tr", { class: "more" }, cell));
+    const params = data.api ? { step: group.step, split: group.split, name: group.name, first: group.first } : { group };
+    load("group", params, (whole) => this.fill(cell, whole));
+  }
+
+  fill(cell, group) {
     const asked = el("div", { class: "asked" }, el("div", {}, el("h4", {}, "prompt"), textBox(group.prompt), ...this.images(group)));
     if (group.truth !== null) asked.append(el("div", {}, el("h4", {}, "ground truth"), textBox(group.truth)));
     const about = [];
@@ -207,11 +249,11 @@ class Samples {
     const versions = new Set(group.responses.flatMap((response) => response.versions ?? []));
     if (versions.size) about.push(["weights of step", [...versions].join(", ")]);
     cell.append(asked, facts(about, true), el("div", { class: "group" }, ...group.responses.map((response) => this.response(response))));
-    row.after(el("tr", { class: "more" }, cell));
   }
 
   response(response) {
-    const said = this.isScored ? [el("span", {}, "reward ", scoreBadge(response.score))] : [];
+    const said = this.found.is_scored ? [el("span", {}, "reward ", scoreBadge(response.score))] : [];
+    if (response.uid && data.api) said.unshift(el("a", { href: address("sample", { uid: response.uid, step: response.step, split: response.split }) }, inert(response.uid)));
     if (typeof response.advantage === "number") said.push(el("span", {}, `advantage ${response.advantage > 0 ? "+" : ""}${number(response.advantage)}`));
     else if (response.advantage !== undefined) said.push(el("span", {}, `advantage ${number(response.advantage)}`));
     if (response.acc !== undefined) said.push(el("span", {}, `accuracy ${number(response.acc)}`));

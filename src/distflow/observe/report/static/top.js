@@ -19,30 +19,38 @@ function showFailure() {
 }
 
 function startTheme() {
-  const asked = /theme=(dark|light)/.exec(location.hash);
+  const asked = /theme=(dark|light)/.exec(location.hash + location.search);
   const system = matchMedia("(prefers-color-scheme: dark)");
   root.dataset.theme = asked ? asked[1] : system.matches ? "dark" : "light";
   system.addEventListener("change", (event) => setTheme(event.matches ? "dark" : "light"));
-  byId("theme").addEventListener("click", () => setTheme(root.dataset.theme === "dark" ? "light" : "dark"));
+  byId("theme").addEventListener("click", () => {
+    setTheme(root.dataset.theme === "dark" ? "light" : "dark");
+    keepState({ theme: root.dataset.theme });
+  });
+}
+
+function showStatus({ word, detail }) {
+  byId("status").className = `pill ${{ finished: "good", failed: "bad", stopped: "flat" }[word] ?? ""}`;
+  byId("status").textContent = numbered(word);
+  byId("status").title = numbered(detail);
 }
 
 function showTop() {
-  const tone = { finished: "good", failed: "bad", stopped: "flat" }[data.status.word];
-  if (tone) byId("status").classList.add(tone);
-  byId("status").title = numbered(data.status.detail);
-  byId("facts").replaceWith(facts(data.head));
+  showStatus(data.status);
+  byId("facts").replaceChildren(...facts(data.head).childNodes);
+  byId("tiles").replaceChildren();
   for (const tile of data.tiles) {
     byId("tiles").append(
       el("div", { class: "tile" }, el("p", { class: "label" }, tile.label), el("p", { class: "value" }, tile.value),
         el("p", { class: "note" }, tile.note)),
     );
   }
-  byId("written").textContent = `Written ${data.written} by distflow. This file is complete: it loads nothing.`;
+  if (!data.api) byId("written").textContent = `Written ${data.written} by distflow. This file is complete: it loads nothing.`;
 }
 
 function showProblems() {
-  if (!data.problems.length) return;
-  byId("problems").hidden = false;
+  byId("problems").hidden = !data.problems.length;
+  byId("problems").querySelector("ul").replaceChildren();
   for (const group of data.problems) {
     const where = [];
     if (group.count > 1) where.push(`${group.count.toLocaleString("en")} times`);
@@ -62,6 +70,7 @@ function showCompare() {
   if (!compare) return;
   const section = byId("compare");
   section.hidden = false;
+  section.querySelector(".pairs").replaceChildren();
   const problems = (n) => `${n.toLocaleString("en")} problem${n === 1 ? "" : "s"}`;
   let lead = `The same validation problems at step ${compare.first} and at step ${compare.last}: ${problems(compare.num_better)} ` +
     `scored higher afterwards, ${compare.num_worse.toLocaleString("en")} lower, ${compare.num_same.toLocaleString("en")} the same` +

@@ -1,0 +1,170 @@
+"""How fast the dashboard answers: `python benchmarks/dashboard.py [--steps 5000] [--sample-steps 1000]`.
+
+It writes a run of many steps and metrics and a run of many samples, starts `distflow dashboard` on them, and measures
+the first page (what the overview draws its charts from, in a new server and again), the samples sorted and filtered,
+and how long after its writing a step is in an answer.
+"""
+
+import argparse
+import http.client
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
+
+from distflow.observe.writing.run_folder import RunFolder
+
+_READS_AHEAD_S = 10
+POLLED_S = 1.0
+"""The page asks this often whether its run has gone on."""
+
+
+def write_metrics(folder: Path, num_steps: int, num_metrics: int) -> None:
+    draw = random.Random(0)
+    names = ["reward/mean_score", "actor/entropy", "actor/grad_norm", "timing_s/step", "timing_s/rollout"]
+    names += ["throughput/tokens_per_s", "actor/kl_loss", "rollout/avg_response_length"]
+    names += [f"group{i % 20}/metric{i}" for i in range(num_metrics - len(names))]
+    with RunFolder(folder, 0) as run:
+        run.write_json("run.json", {"experiment": "many metrics", "total_steps": num_steps})
+        for step in range(1, num_steps + 1):
+            run.metrics(
+                step, "train", {name: math.sin(step / 500 + i) + draw.gauss(2, 0.1) for i, name in enumerate(names)}
+            )
+
+
+def write_samples(folder: Path, num_steps: int, num_samples: int) -> None:
+    draw = random.Random(0)
+    words = [f"{draw.choice('bcdfgklmnprst')}{draw.choice('aeiou')}{draw.choice('lmnrst')}" for _ in range(2000)]
+    texts = [" ".join(draw.choices(words, k=400)) for _ in range(500)]
+    with RunFolder(folder, 0) as run:
+        run.write_json("run.json", {"experiment": "many samples", "total_steps": num_steps})
+        for step in range(1, num_steps + 1):
+            run.metrics(step, "train", {"reward/mean_score": step / num_steps})
+            run.samples(step, [_sample(draw, texts, step, i) for i in range(num_samples)])
+
+
+def _sample(draw: random.Random, texts: list[str], step: int, i: int) -> dict[str, Any]:
+    return {
+        **{"uid": f"{step * 64 + i // 8}-{i % 8}", "prompt": texts[i // 8][:400], "response": draw.choice(texts)},
+        **{"score": float(draw.random() < 0.5), "response_length": draw.randrange(10, 600), "ground_truth": str(i)},
+        **{"domain": ("math", "code")[i // 8 % 2], "advantage": draw.gauss(0, 1), "finish_reason": "stop"},
+    }
+
+
+class Server(NamedTuple):
+    ask: Callable[..., Any]
+    pid: int
+
+    def timed(self, call: Callable[[], Any]) -> str:
+        """The seconds of a call, and of the processor in the server meanwhile, which another load changes less."""
+        cpu, start = self._cpu_s(), time.perf_counter()
+        call()
+        return f"{time.perf_counter() - start:.2f} s ({self._cpu_s() - cpu:.2f} s of the processor)"
+
+    def _cpu_s(self) -> float:
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[Server]:
+    command = [sys.executable, "-m", "distflow", "dashboard", str(folder), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        port = int(process.stdout.readline().split()[0].rstrip("/").rpartition(":")[2])
+
+        def ask(part: str, **query: Any) -> Any:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+            connection.request("GET", f"/api/{part}?{urlencode(query, doseq=True)}")
+            text = connection.getresponse().read()
+            return {**json.loads(text), "bytes": len(text)}
+
+        while True:
+            try:
+                ask("runs")
+                break
+            except ConnectionError:
+                time.sleep(0.05)
+        try:
+            yield Server(ask, process.pid)
+        finally:
+            process.terminate()
+
+
+def first_page(ask: Callable[..., Any], run: str) -> None:
+    """As a browser does: both parts at once."""
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda part: ask(part, run=run), ("top", "curves")))
+    assert all("error" not in each for each in found), found
+
+
+def measure_metrics(folder: Path, num_steps: int) -> None:
+    with server(folder) as found:
+        print(f"first page, in a new server: {found.timed(lambda: first_page(found.ask, 'metrics'))}")
+    with server(folder) as found:
+        time.sleep(_READS_AHEAD_S)
+        print(f"first page, once it was read ahead: {found.timed(lambda: first_page(found.ask, 'metrics'))}")
+        print(f"size of its curves: {found.ask('curves', run='metrics')['bytes'] / 1e6:.2f} MB")
+        print(f"the doctor's sentences: {found.timed(lambda: found.ask('judged', run='metrics'))}")
+        for i in range(1, 4):
+            _write_step(folder, num_steps + i)
+            after = found.timed(lambda: (found.ask("state", run="metrics"), first_page(found.ask, "metrics")))
+            print(f"a new step is answered after {after}; the page asks every {POLLED_S:g} s")
+
+
+def _write_step(folder: Path, step: int) -> None:
+    line = {"step": step, "t": time.time(), "restart": 0, "kind": "train", "m": {"actor": {"entropy": 1.0}}}
+    with (folder / "metrics" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def measure_samples(folder: Path) -> None:
+    queries: dict[str, dict[str, Any]] = {
+        "sorted by reward": {"sort": "mean"},
+        "one domain, mixed rewards, by length": {"domain": "=math", "which": "mixed", "sort": "length"},
+        "a range of rewards, page 100": {"low": 0.3, "high": 0.6, "page": 100},
+        "a text that none has": {"text": "bal bam ban"},
+    }
+    with server(folder) as found:
+        ask = partial(found.ask, run="samples")
+        print(f"first rows, in a new server: {found.timed(lambda: (ask('samples'), ask('groups')))}")
+        read = found.timed(lambda: _wait_for_all(ask))
+        print(f"{ask('samples')['num_responses']:,} samples were read after {read}")
+        for name, query in queries.items():
+            ask("groups", **query)
+            print(f"{name}: {found.timed(lambda query=query: ask('groups', **query))}")
+
+
+def _wait_for_all(ask: Callable[..., Any]) -> None:
+    while (found := ask("samples"))["num_files"] < found["all_files"]:
+        time.sleep(0.5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--metrics", type=int, default=200)
+    parser.add_argument("--sample-steps", type=int, default=1000)
+    parser.add_argument("--samples", type=int, default=512)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        write_metrics(Path(name) / "metrics", options.steps, options.metrics)
+        measure_metrics(Path(name), options.steps)
+        write_samples(Path(name) / "samples", options.sample_steps, options.samples)
+        measure_samples(Path(name))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,370 @@
+"""What the pages of `distflow dashboard` show, as JSON: the parts of a report, and what `why`, `show`, `doctor`, `diff`
+and `sql` know. Everything is read from the folders of runs; what was read is kept until a file changes."""
+
+import math
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+from distflow.commands import export_replay_report_why as why
+from distflow.commands import sql_show_and_diff as show
+from distflow.commands.run_sql import VIEWS, query_runs, saved_tokens
+from distflow.commands.samples_index import SamplesIndex
+from distflow.errors import UserError
+from distflow.observe.crash_safe_files import read_object, read_records, to_number
+from distflow.observe.metrics import flatten, headline_names
+from distflow.observe.report import chart_data, doctor, samples
+from distflow.observe.report import graph_and_timelines as step_parts
+from distflow.observe.report.build import RunPages
+from distflow.observe.report.findings import measured_phases
+from distflow.observe.report.summary_sentences import ACCURACY, PROBLEM_KINDS, REWARD, audited, status
+from distflow.observe.run_reader import GrowingMetrics, read_events, read_timeline
+from distflow.observe.writing.run_folder import MARK, writer_of
+
+MAX_POINTS = 2000
+MAX_VALUES = 600_000
+RUNS_OF_PAGE = 50
+_MAX_OPEN, _MAX_COMPARED, _MAX_DEPTH, _MAX_RUNS = 4, 8, 4, 10_000
+_TAIL_BYTES = 200_000
+_COARSE = 4
+_MARKS = {MARK, "metrics.jsonl", "events.jsonl"}
+_MAX_TEXT = 100_000
+_CHARTS_OF = {
+    "time": re.compile(r"timing_s/|throughput/|memory/"),
+    "trust": re.compile(r"mismatch/|canary/|async/|rollout_corr/|rejection/|audit/"),
+}
+"""By page, the metrics of its charts; the overview has them all."""
+
+
+class OpenRun:
+    """A run that somebody looks at: what was read of it, until a file changes."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self._metrics, self._lock = run_dir, GrowingMetrics(run_dir), threading.Lock()
+        self._version, self._pages, self._index = "", None, None
+
+    _pages: RunPages | None
+    _index: SamplesIndex | None
+
+    @property
+    def version(self) -> str:
+        """Changes when the run goes on."""
+        return ".".join(map(str, (_stamp(self.run_dir / name) for name in ("metrics.jsonl", "events.jsonl"))))
+
+    def pages(self) -> RunPages:
+        with self._lock:
+            version = self.version
+            if self._pages is None or version != self._version:
+                timeline = read_timeline(self.run_dir)
+                self._pages, self._version = RunPages(self.run_dir, self._metrics.read(timeline)), version
+            return self._pages
+
+    def index(self) -> SamplesIndex:
+        with self._lock:
+            self._index = self._index or SamplesIndex(self.run_dir)
+            return self._index
+
+    def close(self) -> None:
+        if self._index is not None:
+            self._index.close()
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return (0, 0)
+    return found.st_size, found.st_mtime_ns
+
+
+class Dashboard:
+    """The runs below a folder, or the run that it is."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self._open: OrderedDict[Path, OpenRun] = OrderedDict()
+        self._rows: dict[Path, tuple[object, dict[str, Any]]] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for run in self._open.values():
+            run.close()
+
+    def read_ahead(self) -> None:
+        """Read the run that was written last, which is what most come for."""
+        newest = max(self._find(), key=lambda path: _stamp(path / "metrics.jsonl")[1], default=None)
+        if newest is not None:
+            with suppress(UserError):  # its pages say so
+                _curves(self._opened(newest), {})
+
+    def frame(self, names: Sequence[str], of_run: str) -> dict[str, Any]:
+        """What a page starts with. Raises UserError if it needs other runs than these."""
+        runs = [self._path(name) for name in names] if of_run else []
+        if of_run == "one" and len(runs) != 1 or of_run and not runs:
+            raise UserError("This page shows a run: choose one on the page Runs, at /.")
+        one = _state(self._opened(runs[0]), {}) if len(runs) == 1 else {}
+        return {**one, "runs": list(names) if of_run else [], "views": VIEWS}
+
+    def answer(self, part: str, names: Sequence[str], query: Mapping[str, str]) -> dict[str, Any]:
+        """A part of a page. Raises UserError with what the reader can do."""
+        if part == "runs":
+            return self._runs(query)
+        runs = [self._opened(self._path(name)) for name in names[:_MAX_COMPARED]]
+        if part in _OF_SEVERAL and runs:
+            return _OF_SEVERAL[part](dict(zip(names, runs, strict=False)), query)
+        if part not in _OF_ONE or len(runs) != 1:
+            raise UserError(f"'{part}' of {len(runs)} runs is not a part of any page")
+        return _OF_ONE[part](runs[0], query)
+
+    def _path(self, name: str) -> Path:
+        """Raises UserError for anything but a run's folder below the dashboard's."""
+        path = self.folder / name
+        inside = "\0" not in name and path.resolve().is_relative_to(self.folder) and ".." not in Path(name).parts
+        if not inside or not path.is_dir() or not any((path / mark).exists() for mark in _MARKS):
+            raise UserError(f"There is no run {name!r} below {self.folder}: the page Runs, at /, lists them.")
+        return path
+
+    def _opened(self, path: Path) -> OpenRun:
+        with self._lock:
+            if path not in self._open:
+                self._open[path] = OpenRun(path)
+                if len(self._open) > _MAX_OPEN + _MAX_COMPARED:
+                    self._open.popitem(last=False)[1].close()
+            self._open.move_to_end(path)
+            return self._open[path]
+
+    def _runs(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """A page of the runs, those written last first."""
+        found = sorted(((_stamp(path / "metrics.jsonl")[1], path) for path in self._find()), reverse=True)
+        words, start = query.get("text", "").lower(), RUNS_OF_PAGE * _whole(query.get("page", "0"))
+        chosen = [path for _, path in found if words in self._name(path).lower() or words in self._row(path)["state"]]
+        hint = "No run is there: `distflow train` writes into runs/, and a folder can be named after `dashboard`"
+        note = "" if chosen else "None of them fits" if found else hint
+        rows = [self._row(path) for path in chosen[start : start + RUNS_OF_PAGE]]
+        return {"runs": rows, "total": len(chosen), "of_page": RUNS_OF_PAGE, "folder": str(self.folder), "note": note}
+
+    def _find(self) -> list[Path]:
+        found: list[Path] = []
+        for root, below, names in os.walk(self.folder):
+            path = Path(root)
+            if _MARKS & {*names}:
+                found.append(path)
+                below.clear()
+            elif len(path.relative_to(self.folder).parts) >= _MAX_DEPTH or len(found) >= _MAX_RUNS:
+                below.clear()
+        return found
+
+    def _name(self, path: Path) -> str:
+        return str(path.relative_to(self.folder))
+
+    def _row(self, path: Path) -> dict[str, Any]:
+        stamp = (_stamp(path / "metrics.jsonl"), _stamp(path / "events.jsonl"))
+        known = self._rows.get(path)
+        if known is None or known[0] != stamp:
+            known = self._rows[path] = (stamp, {"run": self._name(path), **_run_row(path)})
+        return known[1]
+
+
+def _run_row(path: Path) -> dict[str, Any]:
+    """A run in one line, from the ends of its files."""
+    row: dict[str, Any] = dict.fromkeys(("step", "total", "reward", "accuracy", "speed"))
+    row |= {"state": "unreadable", "rewards": [], "problems": 0, "written": _stamp(path / "metrics.jsonl")[1] / 1e9}
+    try:
+        records = read_records(path / "metrics.jsonl", _TAIL_BYTES, path)[0]
+        events = read_events(path, None, _TAIL_BYTES)
+        total = read_object(path / "run.json", path).get("total_steps")
+    except UserError as error:
+        return row | {"state": str(error)[:200]}
+    values = [flatten(nested) for record in records if isinstance(nested := record.get("m"), dict)]
+    for name, metric in (("reward", REWARD), ("accuracy", ACCURACY), ("speed", "throughput/tokens_per_s")):
+        row[name] = next((to_number(each[metric]) for each in reversed(values) if metric in each), None)
+    steps = [step for record in records if isinstance(step := record.get("step"), int)]
+    problems = sum(event.kind in PROBLEM_KINDS and not event.rolled_back for event in events)
+    row |= {"step": max(steps, default=0), "total": total, "state": status(events)["word"], "problems": problems}
+    rewards = [to_number(each[REWARD]) for each in values if REWARD in each]
+    return row | {"rewards": [value for value in rewards if value is not None and math.isfinite(value)]}
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or len(text) > 15:
+        raise UserError(f"'{text[:50]}' is not a whole number")
+    return int(text)
+
+
+Query = Mapping[str, str]
+
+
+def _state(run: OpenRun, query: Query) -> dict[str, Any]:
+    version = run.version
+    if query.get("page") == "samples":
+        version += f".{run.index().refresh()}"
+    return {"version": version, "status": status(read_events(run.run_dir, None, _TAIL_BYTES))}
+
+
+def _curves(run: OpenRun, query: Query) -> dict[str, Any]:
+    """The charts of a page, with the columns that they draw, or (`others`) those of all metrics."""
+    pages, names = run.pages(), _CHARTS_OF.get(query.get("page", ""))
+    found = pages.layout(chart_data.series(pages.steps, _COARSE, table=pages.table)["y"])
+    if names:
+        charts = [chart for chart in found["charts"] if any(map(names.match, chart["names"]))]
+        units, single = found["units"], [name for name in found["others"] if names.match(name)]
+        charts += [{"question": n, "kind": "line", "unit": units.get(n, ""), "names": [n]} for n in single]
+        constants = [each for each in found["constants"] if names.match(str(each["name"]))]
+        found |= {"charts": charts, "others": [], "constants": constants}
+    drawn = {name for chart in found["charts"] for name in chart["names"]}
+    drawn |= {*found["others"]} if query.get("others") else set()
+    return {**found, **pages.columns(chart_data.series(pages.steps, MAX_POINTS, MAX_VALUES, drawn, pages.table))}
+
+
+def _others(run: OpenRun, query: Query) -> dict[str, Any]:
+    return _curves(run, {"others": "1"})
+
+
+def _step(run: OpenRun, query: Query) -> dict[str, Any]:
+    pages = run.pages()
+    known = sorted(step for step, values in pages.steps.items() if "timing_s/step" in values or step > 0)
+    step = _whole(text) if (text := query.get("step", "")) else max(known, default=0)
+    content: dict[str, Any] = {"step": step, "head": [], "groups": [], "dropped_note": "", "dropped": []}
+    try:
+        found = why.step_content(run.run_dir, step)
+        content |= {name: getattr(found, name) for name in ("head", "groups", "dropped_note", "dropped")}
+    except UserError as error:  # the time line may be there
+        content["head"] = [str(error)]
+    return content | {
+        "previous": max((each for each in known if each < step), default=None),
+        "next": min((each for each in known if each > step), default=None),
+        "timelines": step_parts.timelines_of(pages.activity, pages.records, step),
+        "phases": _phases(run.run_dir, pages.steps.get(step, {}), "measured"),
+    }
+
+
+def _phases(run_dir: Path, values: Mapping[str, float], name: str) -> list[dict[str, Any]]:
+    """The seconds of each phase, beside those that the plan predicted."""
+    predicted = read_object(run_dir / "plan.json", run_dir).get("predicted")
+    phases = predicted.get("phases") if isinstance(predicted, dict) else None
+    planned = phases if isinstance(phases, dict) else {}
+    measured = {n.removeprefix("timing_s/"): value for n, value in values.items() if n.startswith("timing_s/")}
+    return [{"phase": n, name: measured.get(n), "predicted": planned.get(n)} for n in sorted({*measured, *planned})]
+
+
+def _sample(run: OpenRun, query: Query) -> dict[str, Any]:
+    uid, step = query.get("uid", ""), query.get("step", "")
+    if not uid:
+        raise UserError("Name a sample by its uid, such as 27570-2: the page Samples has a link for each.")
+    found = show.find_sample(run.run_dir, uid, _whole(step) if step else None)
+    group, row = found.group, found.row
+    facts = [] if group is None else [["row", f"{group.row} of epoch {group.epoch}"], ["state", group.state]]
+    if group is not None and group.started is not None and group.completed is not None:
+        facts.append(["generated and scored in", f"{group.completed - group.started:.3g} s"])
+    names = ("id", "trained", "log_prob", "old", "ref", "advantage", "version")
+    rows = (row[3:] for row in saved_tokens(run.run_dir, found.step) if row[1] == uid)
+    tokens = [dict(zip(names, values, strict=True)) for values in rows]
+    for token in tokens:
+        both = [value for name in ("old", "log_prob") if isinstance(value := token[name], float)]
+        token["difference"] = both[0] - both[1] if len(both) == 2 else None
+        token["trained"] = None if token["trained"] is None else int(bool(token["trained"]))
+    return {
+        "uid": uid,
+        "step": found.step,
+        "split": found.split,
+        "facts": facts,
+        "group": samples.sample_groups([row], found.step, found.split, _MAX_TEXT)[0],
+        "others": [{"uid": each.get("uid"), "score": to_number(each.get("score"))} for each in found.rows],
+        "tokens": tokens,
+    }
+
+
+def _waits(run: OpenRun, query: Query) -> dict[str, Any]:
+    pages = run.pages()
+    medians = {f"timing_s/{name}": value for name, value in measured_phases(pages.steps).items()}
+    return {"waits": step_parts.waits(pages.activity), "phases": _phases(run.run_dir, medians, "median")}
+
+
+def _trust(run: OpenRun, query: Query) -> dict[str, Any]:
+    pages = run.pages()
+    running = writer_of(run.run_dir) is not None
+    extra = (doctor.failed_run(pages.for_rules), doctor.unfinished(pages.for_rules, running))
+    found = [*filter(None, extra), *pages.examination.problems()]
+    audits = [{str(key): _short(value) for key, value in each.items()} for each in audited(pages.events)]
+    return {
+        "findings": [each._asdict() for each in found],
+        "clean": pages.examination.clean,
+        "lacking": pages.examination.lacking,
+        "audits": audits,
+    }
+
+
+def _short(value: object) -> str:
+    return str(value)[:200]
+
+
+def _compare(runs: Mapping[str, OpenRun], query: Query) -> dict[str, Any]:
+    """The differences of the first run to another, and the headline curves of all."""
+    names = list(runs)
+    if len(names) < 2:
+        raise UserError("Choose two to eight runs on the page Runs, at /.")
+    other = query.get("against") if query.get("against") in names[1:] else names[1]
+    found = show.differences(*(runs[name].pages().for_rules for name in (names[0], str(other))))
+    shown = headline_names()
+    metrics = [each for each in found["metrics"] if each["metric"] in shown]
+    return {**found, "metrics": metrics, "runs": names, "pair": [names[0], other], "curves": _overlaid(runs)}
+
+
+def _overlaid(runs: Mapping[str, OpenRun]) -> dict[str, Any]:
+    """A chart for each headline metric, with a line for each run that has it."""
+    steps: dict[int, dict[str, float]] = {}
+    labels: dict[str, dict[str, str]] = {}
+    for run, opened in runs.items():
+        for step, values in opened.pages().steps.items():
+            for name in headline_names() & values.keys():
+                steps.setdefault(step, {})[f"{name} · {run}"] = values[name]
+                labels.setdefault(name, {})[f"{name} · {run}"] = run
+    order = list(runs)
+    charts = [
+        {
+            "question": name,
+            "kind": "line",
+            "unit": chart_data.unit_of(name),
+            "names": list(own),
+            "labels": own,
+            "colors": {line: order.index(run) for line, run in own.items()},
+        }
+        for name, own in sorted(labels.items())
+        if len(steps) > 1
+    ]
+    series = {**chart_data.series(steps, MAX_POINTS, MAX_VALUES), "axes": {}}
+    return {"series": series, "charts": charts, "others": [], "constants": [], "bars": {}, "docs": {}}
+
+
+def _sql(runs: Mapping[str, OpenRun], query: Query) -> dict[str, Any]:
+    answer = query_runs([run.run_dir for run in runs.values()], query.get("query", ""))
+    return {"columns": answer.columns, "rows": answer.rows, "is_cut": answer.is_cut}
+
+
+_OF_SEVERAL: Mapping[str, Callable[[Mapping[str, OpenRun], Query], dict[str, Any]]] = {"compare": _compare, "sql": _sql}
+_OF_ONE: Mapping[str, Callable[[OpenRun, Query], dict[str, Any]]] = {
+    "state": _state,
+    "top": lambda run, query: run.pages().top(),
+    "judged": lambda run, query: run.pages().judged(),
+    "learned": lambda run, query: run.pages().learned(),
+    "setup": lambda run, query: run.pages().setup(),
+    "time": lambda run, query: run.pages().time(),
+    "histograms": lambda run, query: run.pages().histograms(),
+    "curves": _curves,
+    "others": _others,
+    "step": _step,
+    "samples": lambda run, query: run.index().summary(),
+    "groups": lambda run, query: run.index().groups(query),
+    "group": lambda run, query: run.index().group(query),
+    "sample": _sample,
+    "waits": _waits,
+    "trust": _trust,
+}

@@ -1,0 +1,350 @@
+// The pages of a dashboard. They are made of the parts of a report, whose data come from the server, and follow a run.
+
+const EVERY_MS = 1000;
+const own = el("section", { id: "own" }); // what a page has besides the sections of a report
+const one = data.runs.length === 1;
+Object.assign(data, { domains: [], problems: [], docs: {}, bars: {}, units: {}, others: [], timelines: [], pipeline: [] });
+
+const address = (page, params = {}) =>
+  `/${page === "runs" ? "" : page}?${inAddress({ run: page === "runs" ? [] : data.runs, theme: state("theme"), ...params })}`;
+
+function go(page, params) {
+  location.assign(address(page, params));
+}
+
+// A table of texts, numbers and nodes. columns: label and what a row shows.
+function table(label, columns, rows) {
+  const head = el("tr", {}, ...columns.map(([name]) => el("th", { scope: "col" }, inert(name))));
+  const cell = (value) => el("td", {}, value instanceof Node ? value : typeof value === "number" ? number(value) : inert(value ?? ""));
+  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, el("table", { class: "keys rows" }, el("thead", {}, head),
+    el("tbody", {}, ...rows.map((row) => el("tr", {}, ...columns.map(([, show]) => cell(show(row))))))));
+}
+
+// A table of records as the server sends them: all columns that have a value.
+function plainTable(title, records) {
+  if (!records.length) return [el("h3", {}, inert(title))];
+  const names = Object.keys(records[0]).filter((name) => records.some((record) => record[name] !== "" && record[name] !== null));
+  return [el("h3", {}, inert(title)), table(title, names.map((name) => [name, (record) => record[name]]), records)];
+}
+
+function sparkline(values) {
+  const known = values.filter((value) => typeof value === "number");
+  if (known.length < 2) return "";
+  const [low, high] = [Math.min(...known), Math.max(...known)];
+  const points = known.map((value, i) => `${(80 * i) / (known.length - 1)},${17 - 14 * ((value - low) / (high - low || 1))}`);
+  return svg("svg", { width: 80, height: 20, class: "spark", role: "img", "aria-label": `from ${number(known[0])} to ${number(known.at(-1))}` }, svg("polyline", { points: points.join(" ") }));
+}
+
+const stepLink = (step) => el("a", { href: address("step", { step }) }, String(step));
+const choice = (label, options, value, onchange) => {
+  const select = el("select", { onchange }, ...options.map(([name, text]) => el("option", { value: name }, inert(text))));
+  select.value = value;
+  return el("label", {}, label, " ", select);
+};
+
+// Which run?
+function showRuns() {
+  const chosen = new Set(state("chosen") ? state("chosen").split("\n") : []);
+  const search = el("input", { type: "search", placeholder: "name or state", oninput: () => { keepState({ text: search.value, page: "" }); read(); } });
+  search.value = state("text");
+  const place = el("div", {});
+  const both = el("span", { class: "choices" });
+  const links = () => both.replaceChildren(...(chosen.size ? [["compare", `compare ${chosen.size}`], ["sql", "ask by SQL"]].filter(([page]) => page === "sql" || chosen.size > 1)
+    .map(([page, label]) => el("a", { class: "button", href: address(page, { run: [...chosen] }) }, label)) : ["choose runs to compare them"]));
+  const pick = (run) => {
+    const box = el("input", { type: "checkbox", "aria-label": `choose ${run}`, onchange: () => {
+      if (box.checked) chosen.add(run); else chosen.delete(run);
+      keepState({ chosen: [...chosen].join("\n") });
+      links();
+    } });
+    box.checked = chosen.has(run);
+    return box;
+  };
+  let shown = "";
+  const draw = (found) => {
+    if (JSON.stringify(found) === shown) return;
+    shown = JSON.stringify(found);
+    const base = found.runs.find((row) => row.run === state("baseline"))?.reward;
+    const change = ({ reward }) => typeof base === "number" && base && typeof reward === "number" ? `${(100 * (reward / base - 1)).toFixed(1)} %` : "";
+    const baseline = (run) => el("button", { type: "button", "aria-pressed": String(run === state("baseline")), onclick: () => {
+      keepState({ baseline: run === state("baseline") ? "" : run });
+      shown = "";
+      draw(found);
+    } }, "baseline");
+    const page = Number(state("page")) || 0;
+    const turn = (label, to) => el("button", { type: "button", onclick: () => { keepState({ page: to || "" }); read(); } }, label);
+    place.replaceChildren(
+      el("p", { class: "count", role: "status" }, `${plural(found.total, "run")} below ${found.folder}${found.note ? `. ${found.note}` : ""}`),
+      ...(found.runs.length ? [table("Runs", [["", (row) => pick(row.run)], ["run", (row) => el("a", { class: "rowlink", href: address("overview", { run: row.run }) }, inert(row.run))],
+        ["state", (row) => row.state], ["step", (row) => row.total ? `${row.step} of ${row.total}` : row.step], ["reward", (row) => row.reward], ["", (row) => sparkline(row.rewards)],
+        ["to the baseline", (row) => el("span", {}, change(row), " ", baseline(row.run))], ["accuracy", (row) => row.accuracy], ["tokens/s", (row) => row.speed], ["problems", (row) => row.problems || ""],
+        ["written", (row) => new Date(1000 * row.written).toISOString().slice(0, 16).replace("T", " ")]], found.runs)] : []),
+      el("nav", { class: "pages" }, ...(page ? [turn("← newer", page - 1)] : []), ...((page + 1) * found.of_page < found.total ? [turn("older →", page + 1)] : [])));
+  };
+  const read = () => load("runs", { text: search.value, page: state("page") }, draw);
+  own.append(el("div", { class: "filters" }, el("label", {}, "find ", search), both), place);
+  links();
+  read();
+  return read;
+}
+
+// What takes long (the doctor over many steps) is asked again when it is due, for a sixth of the time at most.
+function repeated(work) {
+  let isDue = false;
+  let isBusy = false;
+  return async () => {
+    isDue = true;
+    if (isBusy) return;
+    isBusy = true;
+    while (isDue) {
+      isDue = false;
+      const start = performance.now();
+      await work();
+      await new Promise((done) => { setTimeout(done, 5 * (performance.now() - start)); });
+    }
+    isBusy = false;
+  };
+}
+
+// Is it well?
+function showSentences() {
+  const lines = data.sentences.map(({ tone, text, advice }) => el("p", { class: tone }, text, ...(advice ? [" ", el("span", { class: "advice" }, advice)] : [])));
+  if (data.failure) lines.splice(1, 0, el("div", { id: "failure" }, inert(data.failure.message)));
+  document.querySelector(".headline").replaceChildren(...lines);
+  showFailure();
+}
+
+function readCurves(page) {
+  return load("curves", { page, others: byId("others").open ? 1 : "" }, (part) => {
+    Object.assign(data, part);
+    showCharts();
+    showConstants();
+  });
+}
+
+const read = (part, ...shows) => load(part, {}, (content) => {
+  Object.assign(data, content);
+  for (const show of shows) show();
+});
+
+function showOverview() {
+  const judge = repeated(async () => {
+    await read("judged", showSentences);
+    await Promise.all([read("learned", showCompare), read("setup", showLog, showSetup)]);
+  });
+  const refresh = () => Promise.all([read("top", showTop, showProblems, showDomains), readCurves("overview")]).then(() => void judge());
+  refresh();
+  return refresh;
+}
+
+// What happened in step N?
+function showStepPage() {
+  const draw = (found) => {
+    const links = [["prev", found.previous, "← previous"], ["next", found.next, "next →"]].filter(([, step]) => step !== null)
+      .map(([rel, step, label]) => el("a", { rel, class: "button", href: address("step", { step }) }, label));
+    own.replaceChildren(el("div", { class: "row" }, el("h3", {}, `Step ${found.step}`), el("span", { class: "choices" }, ...links,
+      el("a", { class: "button", href: address("samples", { step: `train ${found.step}` }) }, "its samples"))),
+      ...found.head.map((line) => el("p", { class: "lead" }, inert(line))),
+      ...(found.phases.length ? plainTable("Seconds of its phases, beside the plan", found.phases) : []),
+      ...plainTable(found.groups.length ? "Groups that it trained on" : "No group is known", found.groups), ...plainTable(found.dropped_note, found.dropped));
+    const named = found.phases.map(({ phase }) => [`timing_s/${phase}`, null]); // by which phases get their colours
+    Object.assign(data, { timelines: found.timelines, pipeline: [], series: { y: Object.fromEntries(named) } });
+    showStep();
+  };
+  load("step", { step: state("step") }, draw);
+}
+
+// What does it write?
+function showSamples() {
+  const samples = new Samples();
+  read("histograms", showHistograms);
+  return () => byId("samples").querySelector("tr.more") || samples.read(); // what is open stays open
+}
+
+// Why this reward?
+const TOKEN_VALUES = { log_prob: "log-prob of the rollout", difference: "log-prob of training minus rollout", advantage: "advantage", version: "weight version", trained: "trained on" };
+
+function showTokens(tokens) {
+  if (!tokens.length) return [el("p", { class: "lead" }, "Its tokens are not in the folder: trainer.save_groups keeps them.")];
+  const box = el("div", { class: "tokens" });
+  const draw = (name) => {
+    const known = tokens.map((token) => token[name]).filter((value) => typeof value === "number");
+    const [low, high] = [Math.min(...known), Math.max(...known)];
+    box.replaceChildren(...tokens.map((token, i) => {
+      const about = Object.entries(TOKEN_VALUES).map(([key, label]) => `${label} ${number(token[key])}`).join("\n");
+      const span = el("span", { title: `token ${i}: id ${token.id}\n${about}` }, String(token.id));
+      if (typeof token[name] === "number") span.style.setProperty("--q", `${Math.round((100 * (token[name] - low)) / (high - low || 1))}%`);
+      return span;
+    }));
+    keepState({ tokens: name === "log_prob" ? "" : name });
+  };
+  const first = Object.hasOwn(TOKEN_VALUES, state("tokens")) ? state("tokens") : "log_prob";
+  draw(first);
+  return [el("h3", {}, `Its ${plural(tokens.length, "token")}, by their ids`), el("div", { class: "filters" },
+    choice("coloured from low to high by", Object.entries(TOKEN_VALUES), first, (event) => draw(event.target.value))), box];
+}
+
+function showSample() {
+  load("sample", { uid: state("uid"), step: state("step"), split: state("split") }, (found) => {
+    const view = Object.assign(Object.create(Samples.prototype), { found: { is_scored: true, domains: [] } });
+    const cell = el("div", { class: "card" });
+    view.fill(cell, found.group);
+    const others = found.others.map(({ uid, score }) => el("a", { class: "button", "aria-current": uid === found.uid ? "true" : null, href: address("sample", { uid, step: found.step, split: found.split }) }, inert(uid), " ", scoreBadge(score)));
+    own.replaceChildren(el("h3", {}, inert(`Sample ${found.uid}`)), facts([["step", found.step], ["split", found.split], ...found.facts]),
+      el("p", { class: "choices" }, "its group: ", ...others), el("p", {}, el("a", { href: address("step", { step: found.step }) }, `what happened in step ${found.step}`)), cell, ...showTokens(found.tokens));
+  });
+}
+
+// Where do the GPU seconds go?
+function showTime() {
+  const refresh = () => {
+    const drawn = readCurves("time");
+    load("waits", {}, (found) => own.replaceChildren(
+      ...plainTable(found.waits.length ? "Who waits for whom, in seconds" : "No wait was recorded", found.waits),
+      ...plainTable(found.phases.length ? "Seconds of a step: predicted and measured (medians)" : "plan.json has no prediction", found.phases)));
+    return drawn;
+  };
+  refresh().then(() => read("time", showStep));
+  return refresh;
+}
+
+// Can I believe it?
+function showTrust() {
+  const draw = (found) => {
+    const where = (row) => el("span", {}, ...(row.first === null ? [] : ["step ", stepLink(row.first), row.last !== row.first && row.last !== null ? ` to ${row.last}` : "", " "]),
+      ...row.uids.flatMap((uid) => [el("a", { href: address("sample", { uid, step: row.first ?? "", split: "train" }) }, inert(uid)), " "]));
+    own.replaceChildren(el("h3", {}, found.findings.length ? "What is wrong" : "Nothing is known to be wrong"),
+      ...(found.findings.length ? [table("Findings", [["rule", (row) => row.rule], ["level", (row) => el("b", { class: row.level }, row.level)], ["where", where],
+        ["what", (row) => `${row.text} ${row.advice}`], ["try", (row) => row.action]], found.findings)] : []),
+      ...plainTable(found.audits.length ? "Audits" : "No audit was recorded", found.audits),
+      el("h3", {}, `${plural(found.clean.length, "rule")} found nothing`), el("p", { class: "lead" }, found.clean.join(", ")),
+      el("h3", {}, `${plural(Object.keys(found.lacking).length, "rule")} lack data`), el("p", { class: "lead" }, Object.entries(found.lacking).map(([rule, why]) => `${rule} ${why}`).join(", ")));
+  };
+  const refresh = () => Promise.all([load("trust", {}, draw), readCurves("trust")]);
+  refresh();
+  read("setup", showLog);
+  return refresh;
+}
+
+// What differs?
+function showComparison() {
+  const draw = (found) => {
+    const [a, b] = found.pair;
+    const other = choice(`${a} is compared with`, found.runs.slice(1).map((run) => [run, run]), b, (event) => go("compare", { against: event.target.value }));
+    const signed = (value) => typeof value === "number" ? `${value > 0 ? "+" : ""}${number(value)}` : "";
+    const percent = (row) => row.a && row.difference !== null ? `${signed((100 * row.difference) / Math.abs(row.a))} %` : "";
+    const words = { true: "yes, in this pair", false: "no", null: "too few steps" };
+    const changed = found.config.map((row) => ({ key: row.key, [a]: `${row.a} (${row.a_source})`, [b]: `${row.b} (${row.b_source})` }));
+    own.replaceChildren(el("p", { class: "filters" }, other), el("p", { class: "lead" }, inert(`First difference: ${found.first_difference}.`)),
+      ...plainTable(`${plural(changed.length, "key")} of the config differ${changed.length === 1 ? "s" : ""}`, changed),
+      facts([["same", found.same.join(", ") || "nothing known"], ["different", found.different.join(", ") || "nothing known"],
+        [`findings only in ${a}`, found.findings.only_a.join(", ") || "none"], [`findings only in ${b}`, found.findings.only_b.join(", ") || "none"]]),
+      el("h3", {}, "Means of the last common steps, with 95 % intervals by block bootstrap; other seeds may differ by more"),
+      table("Metrics", [["metric", (row) => row.metric], [a, (row) => row.a], [b, (row) => row.b], ["difference", (row) => signed(row.difference)], ["%", percent],
+        ["interval", (row) => row.low === null ? "" : `${signed(row.low)} to ${signed(row.high)}`], ["can one tell?", (row) => words[row.differs]]], found.metrics));
+    Object.assign(data, found.curves);
+    showCharts();
+  };
+  const refresh = () => load("compare", { against: state("against") }, draw);
+  refresh();
+  return refresh;
+}
+
+// Anything else?
+function showSql() {
+  const box = el("textarea", { rows: 4, spellcheck: "false", "aria-label": "one SELECT statement", onkeydown: (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) ask(); } });
+  box.value = state("query") || "select step, value as reward from metrics where key = 'reward/mean_score' and kind = 'train' order by step";
+  const answer = el("div", {});
+  const ask = () => {
+    keepState({ query: box.value });
+    load("sql", { query: box.value }, (found) => {
+      const rows = found.rows.map((row) => Object.fromEntries(found.columns.map((name, i) => [name, row[i] !== null && typeof row[i] === "object" ? JSON.stringify(row[i]) : row[i]])));
+      const [first, ...others] = found.columns;
+      const isLine = rows.length > 1 && rows.every((row, i) => typeof row[first] === "number" && (!i || row[first] > rows[i - 1][first]));
+      const numbers = isLine ? others.filter((name) => rows.some((row) => typeof row[name] === "number")) : [];
+      data.series = { x: rows.map((row) => row[first]), axes: {}, left_out: [], thinned: false, y: Object.fromEntries(numbers.map((name) => [name, rows.map((row) => row[name])])) };
+      data.charts = numbers.length ? [{ question: numbers.join(", "), kind: "line", unit: `by ${first}`, names: numbers }] : [];
+      byId("curves").hidden = !numbers.length;
+      if (numbers.length) showCharts();
+      const note = el("p", { class: "count", role: "status" }, `${found.is_cut ? "the first " : ""}${plural(rows.length, "row")}`);
+      answer.replaceChildren(note, ...(rows.length ? [table("Rows", found.columns.map((name) => [name, (row) => row[name]]), rows)] : []));
+    });
+  };
+  own.append(el("p", { class: "lead" }, inert(`Of ${data.runs.join(", ")}. Views and their columns:`)), el("details", {}, el("summary", {}, Object.keys(data.views).join(", ")),
+    ...Object.entries(data.views).map(([name, columns]) => el("p", { class: "lead" }, el("b", {}, name), ` ${columns}`))), box,
+  el("p", {}, el("button", { type: "button", onclick: ask }, "ask (Ctrl-Enter)")), answer);
+  byId("curves").hidden = true;
+  if (state("query")) ask();
+}
+
+// The sections of a report that a page has, and what draws it; that gives what to do when the run has gone on.
+const DRAWN = {
+  runs: [[], showRuns],
+  overview: [["summary", "problems", "compare", "domains", "curves", "setup"], showOverview],
+  step: [["step"], showStepPage],
+  samples: [["samples"], showSamples],
+  sample: [[], showSample],
+  time: [["curves", "step"], showTime],
+  trust: [["curves", "setup"], showTrust],
+  compare: [["curves"], showComparison],
+  sql: [["curves"], showSql],
+};
+
+function startFrame() {
+  const page = data.pages.find(({ name }) => name === data.page);
+  document.title = numbered(`${page.question} ${data.runs.join(", ")} · distflow dashboard`);
+  document.querySelector(".brand").textContent = `${page.title}: ${page.question}`;
+  byId("status").hidden = !one;
+  document.querySelector(".skip").remove();
+  const link = ({ name, title, question, key }) => el("a", { href: address(name), title: `${question} (g ${key})`, "aria-current": name === data.page ? "page" : null }, title);
+  const there = data.pages.filter(({ name, of_run }) => name === data.page || !of_run || (of_run === "several" ? data.runs.length > 1 || (one && name === "sql") : one && !["sample"].includes(name)));
+  document.querySelector("header").append(el("nav", { id: "pages", "aria-label": "Pages" }, ...there.map(link)), el("p", { id: "said", role: "alert" }));
+  const sections = DRAWN[data.page][0];
+  for (const section of [...document.querySelector("main").children]) if (!sections.includes(section.id)) section.remove();
+  if (!["overview", "samples"].includes(data.page)) document.querySelector("main").prepend(own);
+  if (data.status) showStatus(data.status);
+  byId("written").textContent = `Keys: / find, j and k next and previous row, n and p next and previous step, ${there.map(({ title, key }) => `g ${key} ${title}`).join(", ")}.`;
+}
+
+let waitsForLetter = false;
+
+function onKey(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select, textarea")) return;
+  const page = waitsForLetter && data.pages.find(({ key }) => key === event.key);
+  waitsForLetter = event.key === "g";
+  if (page) return go(page.name);
+  if (event.key === "/") {
+    event.preventDefault();
+    document.querySelector("main input[type=search], main textarea")?.focus();
+  }
+  if (event.key === "j" || event.key === "k") {
+    const rows = [...document.querySelectorAll("main tbody .open, main tbody .rowlink")];
+    const at = rows.indexOf(document.activeElement) + (event.key === "j" ? 1 : -1);
+    rows[Math.min(Math.max(at, 0), rows.length - 1)]?.focus();
+  }
+  if (event.key === "n" || event.key === "p") document.querySelector(`a[rel=${event.key === "n" ? "next" : "prev"}]`)?.click();
+}
+
+// Asks whether the run has gone on, and draws what is new.
+function follow(refresh) {
+  let { version } = data;
+  const look = async () => {
+    if (!document.hidden && data.page === "runs") await refresh();
+    if (!document.hidden && one) {
+      let isNew = false;
+      await load("state", { page: data.page }, (now) => {
+        showStatus(now.status);
+        isNew = now.version !== version;
+        version = now.version;
+      });
+      if (isNew) await refresh?.();
+    }
+    setTimeout(look, EVERY_MS);
+  };
+  look();
+}
+
+startTheme();
+startFrame();
+document.addEventListener("keydown", onKey);
+follow(DRAWN[data.page][1]());

@@ -1,0 +1,372 @@
+"""`distflow dashboard`: a real server over folders of runs, asked by a plain HTTP client."""
+
+import hashlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+import torch
+
+from distflow.cli import main
+from distflow.commands.arguments_and_run_folders import listen
+from distflow.commands.dashboard import PAGES, make_server
+from distflow.commands.dashboard_pages import Dashboard
+from distflow.data.batch import Batch
+from distflow.observe.writing.run_folder import RunFolder
+from distflow.runtime.run_reporter import keep_groups
+from tests.observe.conftest import write_asynchronous_run, write_run
+
+pytest.importorskip("duckdb", reason="the dashboard's samples need DuckDB (extra ui)")
+
+
+class Client:
+    """Asks a server for paths, as a browser that has its address."""
+
+    def __init__(self, port: int) -> None:
+        self.port, self.host = port, f"127.0.0.1:{port}"
+
+    def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request(method, path, headers={"Host": self.host, **headers})
+        answer = connection.getresponse()
+        found = answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read().decode()
+        connection.close()
+        return found
+
+    def part(self, name: str, **query: Any) -> Any:
+        status, _, text = self.ask(f"/api/{name}?{urlencode(query, doseq=True)}")
+        assert status == 200, text
+        return json.loads(text)
+
+
+@contextmanager
+def serve(folder: Path, host: str = "127.0.0.1", token: str = "") -> Iterator[Client]:
+    listening = listen("127.0.0.1", 0)
+    with Dashboard(folder) as dashboard:
+        server = make_server(dashboard, host, token)
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        try:
+            yield Client(listening.getsockname()[1])
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "project" / "tiny")
+    write_asynchronous_run(folder / "project" / "asynchronous")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(runs: Path) -> Iterator[Client]:
+    with serve(runs) as found:
+        yield found
+
+
+TINY = "project/tiny"
+
+
+def test_the_command_prints_its_address_serves_and_ends_by_ctrl_c(runs: Path) -> None:
+    command = [sys.executable, "-m", "distflow", "dashboard", str(runs), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ}) as server:
+        try:
+            assert server.stdout is not None
+            lines = [server.stdout.readline() for _ in range(3)]
+            address = lines[1].split()[0]
+            port = int(address.rstrip("/").rpartition(":")[2])
+            assert address == f"http://127.0.0.1:{port}/" and f"ssh -L {port}:127.0.0.1:{port} " in lines[2]
+            status, _, text = Client(port).ask("/")
+            assert status == 200 and "distflow dashboard" in text
+            server.send_signal(signal.SIGINT)
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
+
+
+def test_a_folder_that_is_not_there_and_a_port_in_use_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["dashboard", str(tmp_path / "nothing")]) == 2
+    assert "nothing: name the folder that contains the runs" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["dashboard", str(tmp_path), "--port", str(port)]) == 2
+        assert f"127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err
+
+
+def test_without_starlette_a_line_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["dashboard", str(tmp_path)]) == 2
+    assert "pip install 'distflow[ui]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "text"),
+    [
+        ({"Host": "evil.example"}, 421, "'evil.example'"),
+        ({"Host": "127.0.0.1.evil.example:80"}, 421, "does not answer under the name"),
+        ({"Origin": "http://evil.example"}, 403, "does not answer pages of 'http://evil.example'"),
+        ({"Origin": "null"}, 403, "does not answer pages of 'null'"),
+        ({"Host": "localhost:1234"}, 200, ""),
+        ({"Host": "[::1]:1234"}, 200, ""),
+    ],
+)
+def test_foreign_hosts_and_origins_are_refused(client: Client, headers: dict[str, str], status: int, text: str) -> None:
+    found, _, said = client.ask("/api/runs", **headers)
+    assert found == status and text in said
+
+
+def test_only_get_is_answered_and_every_answer_forbids_foreign_content(client: Client) -> None:
+    for method in ("POST", "PUT", "DELETE"):
+        assert client.ask("/api/runs", method)[0] == 405
+    for path in ("/", "/api/runs", "/static/text.js", "/nothing", f"/overview?run={TINY}"):
+        _, headers, text = client.ask(path)
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff" and "access-control-allow-origin" not in headers
+        assert "<style" not in text and "<script>" not in text
+
+
+@pytest.mark.parametrize(
+    "run",
+    ["../project/tiny", "project/../project/tiny", "/etc", "project", "", "nothing", "a\0b", "project/tiny/samples"],
+)
+def test_only_runs_below_the_folder_are_shown(client: Client, run: str) -> None:
+    status, _, text = client.ask(f"/api/top?{urlencode({'run': run})}")
+    assert status == 400 and "There is no run" in json.loads(text)["error"]
+    status, _, text = client.ask(f"/overview?{urlencode({'run': run})}")
+    assert status == 400 and "There is no run" in text
+
+
+@pytest.mark.parametrize(
+    "path", ["/static/../build.py", "/static/%2e%2e%2fbuild.py", "/../../etc/passwd", "/api/nothing"]
+)
+def test_a_path_that_is_no_page_is_named(client: Client, path: str) -> None:
+    status, _, text = client.ask(path)
+    assert status in (400, 404) and ("There is no page" in text or "not a part of any page" in text)
+
+
+def test_beyond_this_machine_a_token_is_wanted(runs: Path) -> None:
+    with serve(runs, host="0.0.0.0", token="a-token") as client:
+        assert client.ask("/api/runs")[0] == 401
+        assert client.ask("/?token=wrong")[0] == 401
+        assert client.ask("/", Host="evil.example")[0] == 421
+        status, headers, _ = client.ask("/overview?run=a%26b&token=a-token")
+        assert status == 303 and headers["location"] == "/overview?run=a%26b"
+        cookie = headers["set-cookie"]
+        assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
+        assert client.ask("/api/runs", Cookie=cookie.partition(";")[0], Host="192.0.2.1:80")[0] == 200
+
+
+def test_runs_are_listed_the_last_written_first(client: Client) -> None:
+    found = client.part("runs")
+    assert {row["run"] for row in found["runs"]} == {TINY, "project/asynchronous"} and found["total"] == 2
+    tiny = next(row for row in found["runs"] if row["run"] == TINY)
+    assert (tiny["step"], tiny["total"], tiny["state"], tiny["accuracy"]) == (12, 12, "finished", 0.8)
+    assert tiny["rewards"] == [step / 12 for step in range(1, 13)] and tiny["problems"] == 1
+    assert [row["run"] for row in client.part("runs", text="TINY")["runs"]] == [TINY]
+
+
+def test_a_thousand_runs_are_listed_by_pages_and_an_empty_folder_says_so(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with serve(tmp_path / "empty") as client:
+        assert "No run is there" in client.part("runs")["note"]
+    for number in range(1000):
+        folder = tmp_path / "many" / f"{number:04}"
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text('{"step": 1, "t": 1, "restart": 0, "kind": "train", "m": {"a": 1}}\n')
+    with serve(tmp_path / "many") as client:
+        pages = [client.part("runs", page=page) for page in (0, 19, 20)]
+        assert [len(page["runs"]) for page in pages] == [50, 50, 0] and pages[0]["total"] == 1000
+        assert len(client.part("runs", text="0999")["runs"]) == 1
+
+
+def test_the_dashboard_of_one_run_is_that_of_its_folder(runs: Path) -> None:
+    with serve(runs / TINY) as client:
+        (row,) = client.part("runs")["runs"]
+        assert client.part("top", run=row["run"])["title"] == "<b>tiny</b> & co"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_page_is_served_with_its_question(client: Client, page: Any) -> None:
+    run = {"": [], "one": [TINY], "several": [TINY, "project/asynchronous"]}[page.of_run]
+    name = page.name if page.of_run else ""
+    status, headers, text = client.ask(f"/{name}?{urlencode({'run': run}, doseq=True)}")
+    assert status == 200 and headers["content-type"] == "text/html; charset=utf-8"
+    assert json.dumps(page.question) in text.partition('id="data">')[2]
+    if page.of_run:
+        assert client.ask(f"/{name}")[0] == 400
+
+
+def test_numbers_that_are_not_finite_are_marked_and_never_0(client: Client) -> None:
+    series = client.part("curves", run=TINY)["series"]
+    at = series["x"].index(5)
+    assert series["y"]["actor/kl_loss"][at] == "Infinity" and series["y"]["actor/kl_loss"][0] is None
+    assert "NaN" in series["y"]["actor/grad_norm"]
+
+
+def test_what_a_step_adds_is_shown_and_changes_the_version(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", 0) as run, serve(tmp_path) as client:
+        run.metrics(1, "train", {"reward/mean_score": 0.25, "timing_s/step": 1.0})
+        first = client.part("state", run="run")["version"]
+        assert client.part("curves", run="run", others=1)["series"]["x"] == [1]
+        run.metrics(2, "train", {"reward/mean_score": 0.5, "timing_s/step": 1.0})
+        with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 3, "t": 1.0, "restart": 0, "kind": "train", "m": {"reward')  # killed within a line
+        assert client.part("state", run="run")["version"] != first
+        series = client.part("curves", run="run")["series"]
+        assert series["x"] == [1, 2] and series["y"]["reward/mean_score"] == [0.25, 0.5]
+        with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+            file.write('/mean_score": 0.75}}\n')
+        assert client.part("curves", run="run")["series"]["x"] == [1, 2, 3]
+
+
+def test_steps_that_a_resume_took_back_are_gone(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", 0) as run:
+        for step in range(1, 5):
+            run.metrics(step, "train", {"reward/mean_score": 0.1 * step})
+    with serve(tmp_path) as client:
+        assert client.part("curves", run="run")["series"]["x"] == [1, 2, 3, 4]
+        with RunFolder(tmp_path / "run", 1) as run:
+            run.event("start", "resumed", resumed_at=2)
+            run.metrics(3, "train", {"reward/mean_score": 0.9})
+        series = client.part("curves", run="run")["series"]
+        assert series["x"] == [1, 2, 3] and series["y"]["reward/mean_score"][-1] == 0.9
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_asking_for_everything_changes_nothing_of_a_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    write_asynchronous_run(tmp_path / "b")
+    before = hashes(tmp_path)
+    with serve(tmp_path) as client:
+        for name in ("top", "judged", "learned", "setup", "time", "histograms", "curves", "samples", "waits", "trust"):
+            client.part(name, run="a")
+        client.part("step", run="b", step=3)
+        client.part("compare", run=["a", "b"])
+        client.part("sql", run=["a", "b"], query="select count(*) from samples")
+    assert hashes(tmp_path) == before and before
+
+
+def all_samples(client: Client, run: str) -> Any:
+    """The summary once all files were read."""
+    while (found := client.part("samples", run=run))["num_files"] < found["all_files"]:
+        pass
+    return found
+
+
+def test_samples_are_sorted_filtered_and_paged_as_in_a_report(client: Client) -> None:
+    summary = all_samples(client, TINY)
+    assert summary["num_files"] == summary["all_files"] == 14 and summary["num_responses"] == 12 * 16 + 40
+    assert summary["is_scored"] and summary["which"]["error"] == 12 and summary["which"]["timeout"] == 0
+
+    def ask(**query: Any) -> Any:
+        return client.part("groups", run=TINY, **query)
+
+    everything = ask()
+    assert everything["total"] == summary["num_shown"] and len(everything["groups"]) == 20
+    assert [group["step"] for group in everything["groups"]] == [12] * 20
+    by_length = ask(sort="length", down=0, step="train 3")["groups"]
+    lengths = [group["responses"][0]["response_length"] for group in by_length]
+    assert lengths == sorted(lengths) and len(by_length) == 4 and {group["step"] for group in by_length} == {3}
+    found = ask(text="THE ANSWER IS 13", low="0.5")
+    assert found["total"] == 12
+    assert ask(which="equal")["total"] + ask(which="mixed")["total"] <= summary["num_shown"]
+    assert ask(text="nowhere")["total"] == 0
+    pages = [ask(page=page)["groups"] for page in range(4)]
+    places = [(group["split"], group["step"], group["first"]) for page in pages for group in page]
+    assert len(places) == len(set(places)) == min(everything["total"], 80)
+    status, _, text = client.ask(f"/api/groups?run={TINY}&low=x")
+    assert status == 400 and "'x' is not a number" in json.loads(text)["error"]
+
+
+def test_a_group_opens_whole_and_its_samples_have_their_uids(client: Client) -> None:
+    all_samples(client, TINY)
+    shown = client.part("groups", run=TINY, step="train 2", sort="prompt", down=0)["groups"]
+    group = client.part("group", run=TINY, step=2, split="train", first=3)
+    assert len(shown) == 4 and [response["uid"] for response in group["responses"]] == [f"203-{i}" for i in range(4)]
+    sample = client.part("sample", run=TINY, uid="203-1", step=2)
+    assert sample["group"]["responses"][0]["response"] == "the answer is 13" and len(sample["others"]) == 4
+    assert sample["tokens"] == []
+    status, _, text = client.ask(f"/api/sample?run={TINY}&uid=9-9")
+    assert status == 400 and "has no sample 9-9" in json.loads(text)["error"]
+
+
+def test_the_tokens_of_a_sample_have_what_was_saved_of_them(tmp_path: Path) -> None:
+    batch = Batch(torch.tensor([1, 1]), torch.tensor([2, 1]))
+    batch["uid"], batch["group_index"] = ["0-0", "0-1"], torch.tensor([0, 0])
+    batch["response_ids"], batch["response_mask"] = torch.tensor([[5, 6], [7, 0]]), torch.ones(2, 2)
+    batch["old_log_probs"] = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])
+    batch["rollout_log_probs"] = torch.tensor([[-1.5, -2.0], [-3.0, 0.0]])
+    with RunFolder(tmp_path / "run", 0) as run:
+        run.samples(1, [{"uid": f"0-{i}", "prompt": "p", "response": "r", "score": 1.0} for i in range(2)])
+    keep_groups(tmp_path / "run", 1, batch)
+    with serve(tmp_path) as client:
+        tokens = client.part("sample", run="run", uid="0-0", step=1)["tokens"]
+    assert [(token["id"], token["log_prob"], token["difference"], token["trained"]) for token in tokens] == [
+        (5, -1.5, 0.5, 1),
+        (6, -2.0, 0.0, 1),
+    ]
+
+
+def test_new_sample_files_are_read_while_the_run_goes_on(tmp_path: Path) -> None:
+    row = {"prompt": "p", "response": "r", "score": 1.0}
+    with RunFolder(tmp_path / "run", 0) as run, serve(tmp_path) as client:
+        run.samples(1, [{**row, "uid": "1-0"}])
+        run.metrics(1, "train", {"a": 1.0})
+        assert client.part("samples", run="run")["num_files"] == 1
+        version = client.part("state", run="run", page="samples")["version"]
+        run.samples(2, [{**row, "uid": f"{i}-0"} for i in range(3)])
+        all_samples(client, "run")
+        assert client.part("groups", run="run")["total"] == 4
+        assert client.part("state", run="run", page="samples")["version"] != version
+
+
+def test_sql_is_answered_and_writing_is_not(client: Client, runs: Path) -> None:
+    found = client.part(
+        "sql", run=TINY, query="select step, value from metrics where key = 'actor/grad_norm' order by 1"
+    )
+    assert found["columns"] == ["step", "value"] and found["rows"][2] == [3, "NaN"] and len(found["rows"]) == 12
+    for query in (
+        "drop table metrics",
+        "copy (select 1) to 'x.csv'",
+        "select 1; select 2",
+        "select * from '/etc/passwd'",
+    ):
+        status, _, text = client.ask(f"/api/sql?{urlencode({'run': TINY, 'query': query})}")
+        assert status == 400 and json.loads(text)["error"]
+
+
+def test_two_runs_are_compared_with_their_curves_beside_each_other(client: Client) -> None:
+    found = client.part("compare", run=[TINY, "project/asynchronous"])
+    assert found["pair"] == [TINY, "project/asynchronous"]
+    names = {name for chart in found["curves"]["charts"] for name in chart["names"]}
+    assert f"reward/mean_score · {TINY}" in names
+    assert client.ask(f"/api/compare?run={TINY}")[0] == 400
+
+
+def test_a_step_has_its_time_line_and_neighbours(client: Client) -> None:
+    found = client.part("step", run="project/asynchronous", step=5)
+    assert (found["previous"], found["step"], found["next"]) == (4, 5, 6)
+    (line,) = found["timelines"]
+    assert line["first"] == line["last"] == 5 and {lane["kind"] for lane in line["lanes"]} >= {"phase", "group"}
+    assert client.part("waits", run="project/asynchronous")["waits"][0]["waits for"] == "rollout"

@@ -1,0 +1,174 @@
+"""The pages of the dashboard in a real Chromium: drawn, silent, inert, followed live, and usable at 400 pixels."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+
+from distflow.commands.dashboard import PAGES
+from distflow.observe.writing.run_folder import RunFolder
+from tests.commands.test_dashboard import Client, serve
+from tests.observe.conftest import write_asynchronous_run, write_run
+from tests.observe.report.test_page import BLUE, CONTRAST, count, picture, press
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "tiny", leak="http://127.0.0.1:1/leak")
+    write_asynchronous_run(folder / "asynchronous")
+    with serve(folder) as found:
+        yield found
+
+
+def open_page(browser: Any, client: Client, page: str, width: int = 1280, theme: str = "light", **query: Any) -> None:
+    """Open a page and wait until its data are drawn."""
+    path = "" if page == "runs" else page
+    address = f"http://{client.host}/{path}?{urlencode(query, doseq=True)}"
+    browser.open(address, width=width, height=2500, theme=theme)
+    wait(browser, "document.body.getAttribute('aria-busy') === 'false'")
+    if page == "samples":  # they are read in the background
+        wait(browser, "document.querySelector('tr.sample') && document.body.getAttribute('aria-busy') === 'false'")
+
+
+def wait(browser: Any, condition: str) -> None:
+    deadline = time.monotonic() + 60
+    while not browser.script(condition):
+        assert time.monotonic() < deadline, (condition, browser.script("document.body.innerText"), browser.complaints())
+        time.sleep(0.05)
+
+
+RUNS = {"": [], "one": "asynchronous", "several": ["tiny", "asynchronous"]}
+MORE = {"sample": {"run": "tiny", "uid": "203-1", "step": 2}, "samples": {"run": "tiny"}, "step": {"step": 5}}
+MORE["sql"] = {"query": "select step, value from metrics where key = 'actor/entropy' and run = 'tiny' order by 1"}
+
+
+def query_of(page: Any) -> dict[str, Any]:
+    return {"run": RUNS[page.of_run], **MORE.get(page.name, {})}
+
+
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (400, "dark")])
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_page_is_drawn_silent_and_within_the_window(
+    browser: Any, client: Client, page: Any, width: int, theme: str
+) -> None:
+    open_page(browser, client, page.name, width, theme, **query_of(page))
+    browser.script("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    browser.script("document.querySelector('tr.sample .open')?.click()")
+    wait(browser, "document.body.getAttribute('aria-busy') === 'false'")
+    assert browser.script("document.getElementById('said').textContent") == ""
+    assert browser.complaints() == []
+    asked = [url for url in browser.requests() if not url.startswith("data:")]
+    assert asked and all(url.startswith(f"http://{client.host}/") for url in asked)
+    assert browser.script("document.documentElement.dataset.theme") == theme
+    assert browser.script("document.documentElement.scrollWidth") <= width
+    assert browser.script(CONTRAST) == []
+    assert browser.script("document.title").startswith(page.question)
+    assert page.question in browser.script("document.querySelector('header').textContent")
+    assert browser.script("document.documentElement.dataset.hacked") is None
+    assert len(browser.script("document.querySelector('main').innerText")) > 40
+
+
+def test_the_charts_of_the_overview_are_drawn_and_go_along_hours(browser: Any, client: Client) -> None:
+    open_page(browser, client, "overview", run="tiny")
+    x, y, width, height = browser.script(
+        "(() => { const b = document.querySelector('#charts .plot').getBoundingClientRect();"
+        " return [b.x, b.y, b.width, b.height]; })()"
+    )
+    assert count(picture(browser, {"x": x, "y": y, "width": width, "height": height}), BLUE) > 60
+    browser.script("document.getElementById('axis').value = 'hours'")
+    browser.script("document.getElementById('axis').dispatchEvent(new Event('change'))")
+    assert "axis=hours" in browser.script("location.search")
+    assert browser.script("charts[0].columns.x.length === charts[0].columns.steps.length")
+    assert browser.script("charts[0].columns.x.at(-1) < 1"), "hours, not steps"
+    open_page(browser, client, "overview", run="tiny", axis="hours", smoothing="0.9")
+    assert browser.script("[document.getElementById('axis').value, document.getElementById('smoothing').value]") == [
+        "hours",
+        "0.9",
+    ]
+
+
+def test_a_step_appears_without_a_reload_and_the_zoom_stays(browser: Any, tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", 0) as run, serve(tmp_path) as client:
+        for step in range(1, 9):
+            run.metrics(step, "train", {"reward/mean_score": step / 10, "timing_s/step": 1.0 + step / 10})
+        open_page(browser, client, "overview", run="run")
+        assert browser.script("charts[0].columns.x.at(-1)") == 8
+        browser.script("charts[0].plot.setScale('x', { min: 2, max: 5 })")
+        browser.script("document.documentElement.dataset.same = 1")
+        run.metrics(9, "train", {"reward/mean_score": 0.9, "timing_s/step": 1.9})
+        wait(browser, "charts[0].columns.x.at(-1) === 9")
+        assert browser.script("document.documentElement.dataset.same") == "1"
+        assert browser.script("[charts[0].plot.scales.x.min, charts[0].plot.scales.x.max]") == [2, 5]
+        assert browser.complaints() == []
+
+
+def test_filters_are_in_the_address_and_come_back_with_it(browser: Any, client: Client) -> None:
+    open_page(browser, client, "samples", run="tiny")
+    browser.script(
+        "(() => { const f = document.querySelector('.filters'); f.elements.text.value = 'the ANSWER is 13';"
+        " f.elements.step.value = 'train 3'; f.dispatchEvent(new Event('input')); })()"
+    )
+    wait(browser, "document.querySelector('.count').textContent === '1 to 1 of 1'")
+    address = browser.script("location.search")
+    assert "step=train+3" in address and "text=the+ANSWER+is+13" in address
+    browser.open(f"http://{client.host}/samples{address}")
+    wait(browser, "document.querySelector('.count').textContent === '1 to 1 of 1'")
+    browser.script("document.querySelector('tr.sample .open').click()")
+    wait(browser, "document.querySelectorAll('tr.more .one').length === 4")
+    assert "the answer is 13" in browser.script("document.querySelector('tr.more').textContent")
+    assert browser.script("document.querySelector('tr.more a').textContent") == "303-0"
+
+
+def test_pages_rows_and_the_search_are_reached_by_keys(browser: Any, client: Client) -> None:
+    open_page(browser, client, "samples", run="tiny")
+    wait(browser, "document.querySelectorAll('tr.sample').length > 3")
+    for key in ("j", "j", "j", "k"):
+        press(browser, key)
+    rows = "[...document.querySelectorAll('tr.sample .open')]"
+    assert browser.script(f"{rows}.indexOf(document.activeElement)") == 1
+    press(browser, "/")
+    assert browser.script("document.activeElement.name") == "text"
+    browser.script("document.activeElement.blur()")
+    press(browser, "g")
+    press(browser, "o")
+    wait(browser, "location.pathname === '/overview' && document.body.getAttribute('aria-busy') === 'false'")
+    assert "run=tiny" in browser.script("location.search")
+
+
+def test_hostile_texts_stay_texts_on_every_page(browser: Any, client: Client) -> None:
+    bait = "<script>document.documentElement.dataset.hacked"
+    for page, query in (("samples", {}), ("overview", {}), ("sample", {"uid": "200-0", "step": 2})):
+        open_page(browser, client, page, run="tiny", **query)
+        browser.script(
+            "document.querySelectorAll('tbody .open').forEach((b) => b.click());"
+            " document.querySelectorAll('details').forEach((d) => { d.open = true; })"
+        )
+        wait(browser, "document.body.getAttribute('aria-busy') === 'false'")
+        assert bait in browser.script("document.querySelector('main').textContent"), page
+        assert browser.script("document.documentElement.dataset.hacked") is None
+        assert browser.script("document.querySelectorAll('main img, main script, main link').length") == 0
+        assert all(url.startswith((f"http://{client.host}/", "data:")) for url in browser.requests())
+        assert browser.complaints() == []
+
+
+def test_a_server_that_ended_is_named(browser: Any, tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", 0) as run:
+        run.metrics(1, "train", {"reward/mean_score": 0.5})
+    with serve(tmp_path) as client:
+        open_page(browser, client, "overview", run="run")
+    wait(browser, "document.getElementById('said').textContent.includes('does not answer')")
+
+
+def test_chosen_runs_are_compared(browser: Any, client: Client) -> None:
+    open_page(browser, client, "runs")
+    browser.script("document.querySelectorAll('input[type=checkbox]').forEach((box) => box.click())")
+    browser.script("[...document.querySelectorAll('a.button')].find((a) => a.textContent === 'compare 2').click()")
+    wait(browser, "location.pathname === '/compare' && document.querySelector('#own table') !== null")
+    text = browser.script("document.querySelector('#own').textContent")
+    assert "First difference" in text and browser.complaints() == []
