@@ -147,6 +147,7 @@ def test_weights_go_out_every_second_step_and_age_between(
     verify(run.folder / "ledger.jsonl")
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_one_version_and_goes_first(playground: Playground) -> None:
     run = playground.run(
         "grpo",

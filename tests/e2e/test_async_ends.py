@@ -67,6 +67,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 DYNAMIC = ("trainer.total_epochs=4", "reward.overlong.buffer_tokens=0", "algorithm.filter_groups.max_num_gen_batches=")
 
 
+@pytest.mark.slow
 def test_a_filter_that_drops_most_groups_trains_the_others(ground: Playground) -> None:
     ground.write_reward(NOW_AND_THEN.format(one_in=12))
     done = run(ground, 2, *DYNAMIC[:2], f"{DYNAMIC[2]}10", preset="dapo")
@@ -100,6 +101,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", one_fast_in(2, ["raise KeyError('not there')", "time.sleep(300)"]))
 def test_an_evaluation_beside_the_stream_counts_for_itself(ground: Playground, how: str) -> None:
     """Verifiers fail on validation prompts alone: training groups, which go on meanwhile, count none of it."""

@@ -465,6 +465,7 @@ READ = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
 def test_what_stands_around_a_setting_is_read(name: str, tmp_path: Path) -> None:
     suffix, text, wanted = READ[name]

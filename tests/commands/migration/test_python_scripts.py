@@ -376,6 +376,7 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
 def test_a_setting_keeps_its_meaning_or_is_named(name: str, tmp_path: Path) -> None:
     suffix, text, wanted, said = READ[name]

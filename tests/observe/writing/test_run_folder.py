@@ -316,6 +316,7 @@ def test_a_folder_without_files_reads_as_empty(tmp_path: Path) -> None:
     assert read_object(tmp_path / "run.json") == {} and sample_splits(tmp_path) == []
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
