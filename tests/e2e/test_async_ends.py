@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distflow.observe.run_reader import read_samples
+from distflow.observe.run_reader import read_samples, sample_steps
 from distflow.scheduling.sample_queue import Exhausted
 from tests.e2e.runs import Playground, Run
 from tests.e2e.survivors import Place, Survivors, audit, records
@@ -132,6 +132,5 @@ def counts_for_itself(ground: Playground, done: Run) -> None:
 
 
 def evaluations(done: Run) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    for path in sorted((done.folder / "samples").glob("val-*.jsonl")):
-        step = int(path.stem.removeprefix("val-"))
+    for step in sample_steps(done.folder, "val"):
         yield step, list(read_samples(done.folder, step, split="val"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from distflow.commands.arguments_and_run_folders import LEDGER, add_run_argument, add_trust_argument, find_run
 from distflow.errors import count_of
-from distflow.observe.crash_safe_files import bytes_left_out, to_number
+from distflow.observe.crash_safe_files import to_number
 from distflow.observe.sanitized_output import escape_control
 
 if TYPE_CHECKING:
@@ -91,19 +91,19 @@ def add_why_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_why(arguments: argparse.Namespace) -> int:
-    from distflow.observe.run_reader import read_samples
-    from distflow.observe.writing.run_folder import sample_file_name, samples_dir
+    from distflow.observe.run_reader import samples_and_damage
+    from distflow.observe.sample_files import SAMPLES, sample_file_name
     from distflow.scheduling.lineage import step_lineage
 
     run_dir = find_run(arguments.run_dir)
     lineage = step_lineage(run_dir / LEDGER, arguments.step)
-    responses = _by_group(read_samples(run_dir, arguments.step, max_bytes=_MAX_SAMPLE_BYTES))
+    rows, damage = samples_and_damage(run_dir, arguments.step, max_bytes=_MAX_SAMPLE_BYTES)
+    responses = _by_group(rows)
     lines = _head(lineage, run_dir)
     if lineage.consumed_at is not None and not responses:
-        name = sample_file_name(arguments.step, "train")
-        lines.append(f"scores and reward parts are missing: samples/{name} is missing, empty or rolled back")
-    if bytes_left_out(samples_dir(run_dir, "train") / sample_file_name(arguments.step, "train"), _MAX_SAMPLE_BYTES):
-        lines.append("the file of the step's samples is too long: scores of its first samples are missing")
+        name = f"{SAMPLES}/{sample_file_name(arguments.step, 'train')}"
+        lines.append(f"scores and reward parts are missing: {name} is missing, empty or rolled back")
+    lines += [_short(each, limit=400) for each in damage]
     lines += _table("groups", [_group_row(group, lineage, responses) for group in lineage.groups])
     reasons = Counter(_short(group.reason or "") for group in lineage.dropped)
     dropped = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "none"

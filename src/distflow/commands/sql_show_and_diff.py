@@ -32,8 +32,8 @@ from distflow.observe.run_reader import (
     sample_splits,
     sample_steps,
 )
+from distflow.observe.sample_files import DROPPED
 from distflow.observe.sanitized_output import escape_control
-from distflow.observe.writing.run_folder import DROPPED
 from distflow.untrusted_files import check_file
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def run_sql(arguments: argparse.Namespace) -> int:
         print(_as_csv(answer), end="")
     else:
         print("\n".join(_as_table(answer)))
+    for said in answer.damage:
+        print(escape_control(said, one_line=True), file=sys.stderr)
     if answer.is_cut:
         print(f"only the first {count_of(arguments.rows, 'row')} of more: --rows raises this", file=sys.stderr)
     return 0

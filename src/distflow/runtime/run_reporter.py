@@ -24,7 +24,8 @@ from distflow.observe.crash_safe_files import replacing
 from distflow.observe.report.build import write_report
 from distflow.observe.report.graph_and_timelines import TRAINING
 from distflow.observe.report.step_rules import StepRules
-from distflow.observe.writing.run_folder import DROPPED, RunFolder, Span
+from distflow.observe.sample_files import DROPPED
+from distflow.observe.writing.run_folder import RunFolder, Span
 from distflow.observe.writing.terminal_view import TerminalView
 from distflow.observe.writing.timing import PhaseTimer, Waits
 from distflow.observe.writing.trackers import TrackedRun, open_trackers
@@ -36,8 +37,7 @@ from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
 TOKENS = "tokens"
 
 MAX_TRACEBACK = 10_000
-MAX_DROPPED = 16
-"""Maximum of dropped groups per step whose responses are written."""
+SAVE_WAITS_S = 10.0
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -206,7 +206,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             lambda wait, ended: self._span(wait.who, Span(wait.since, ended, "wait", wait.what, on=wait.on))
         )
         self._step, self._any_ended = max(resumed_at or 0, 0), False
-        self._num_dropped, self.decoded = Counter[int](), Counter[str]()
+        self._filled, self.decoded = self._step, Counter[str]()
         self.status, self.why = "failed", dict[str, str]()
 
     @contextmanager
@@ -267,12 +267,11 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._any_ended = True
 
     def group_dropped(self, version: int, reason: str, batch: Batch) -> None:
-        """Write the responses of a step's first groups that nodes drop."""
-        step = version + 1
-        if self._num_dropped[step] < MAX_DROPPED:
-            self._num_dropped[step] += 1
-            rows = [{**row, "dropped": reason} for row in sample_rows(batch)]
-            self.folder.samples(step, rows, split=DROPPED, append=True)
+        """Write the responses of a group that nodes drop, with the step being filled: a process that only generates
+        knows it from the newest version."""
+        self._filled = max(self._filled, self._step, version)
+        rows = [{**row, "dropped": reason} for row in sample_rows(batch)]
+        self.folder.samples(self._filled + 1, rows, split=DROPPED)
 
     def engine_activity(self, engine: object) -> None:
         """Write a span for each stretch since the last call in which the engine decoded without a gap."""
@@ -295,6 +294,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         if not self._process.leads:
             self.folder.flush()
             return
+        if lost := self.folder.sample_writer.num_lost:
+            metrics = {**metrics, "samples/lost": float(lost)}
         self.folder.metrics(step, "train", metrics)
         self._trackers.log(step, metrics)
         for found in self._rules.step(step, metrics):
@@ -316,6 +317,10 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._rules.history.add(step, metrics)
         self._trackers.log(step, metrics)
         self._callbacks.call("on_validation", step, dict(metrics))
+
+    def saving(self) -> None:
+        """Before a checkpoint: a run that resumes from it has the samples of all its steps."""
+        self.folder.sample_writer.finish(SAVE_WAITS_S)
 
     def checkpoint_saved(self, step: int, path: Path) -> None:
         self.folder.event("checkpoint", f"saved {path.name}", step=step)

@@ -310,6 +310,7 @@ class Worker:
         metric = score(best, validated) if best is not None and validated else None
         everyone = self._ports.everyone
         with self._recorder.phases("save"):
+            self._recorder.saving()
             state = merge_node_states(everyone.gather(copy_of_state(self._parts.inputs.state)))
             point, seen = self._ports.queue.resume_point, self._parts.auditor.state_saved
             parts = saved_parts(self._spec, self.resources, point, state, everyone.rank, seen)

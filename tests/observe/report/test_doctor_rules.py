@@ -173,7 +173,7 @@ def test_samples_that_show_it_are_named(tmp_path: Path) -> None:
     spiked = found("gradient-spike")
     assert (spiked.first, spiked.last) == (PLANTED, PLANTED) and spiked.is_over
     assert set(spiked.uids[:2]) == {"7-0", "7-1"}, "the largest advantages"
-    assert spiked.files == ("metrics.jsonl", "samples/000130.jsonl")
+    assert spiked.files == ("metrics.jsonl", "samples/000130.parquet")
     assert found("reward-errors").uids == ("7-3",)
 
 

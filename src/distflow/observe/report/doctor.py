@@ -38,7 +38,7 @@ from distflow.observe.report.step_rules import (
 )
 from distflow.observe.report.summary_sentences import Finding, Steps, failure, known_values, readable_s, status
 from distflow.observe.run_reader import read_config, read_events, read_metrics, read_samples, read_timeline
-from distflow.observe.writing.run_folder import sample_file_name
+from distflow.observe.sample_files import SAMPLES, sample_file_name
 
 
 class RunRule(NamedTuple):
@@ -110,7 +110,7 @@ def _with_samples(run: RunRecords, found: Finding) -> Finding:
     sizes = {str(row.get("uid")): to_number(row.get(found.worst)) for row in rows}
     known = {uid: abs(size) for uid, size in sizes.items() if size is not None}
     uids = found.uids or tuple(sorted(known, key=lambda uid: -known[uid])[:MAX_UIDS])
-    name = f"samples/{sample_file_name(found.first, 'train')}"
+    name = f"{SAMPLES}/{sample_file_name(found.first, 'train')}"
     return found._replace(uids=uids, files=("metrics.jsonl", *([name] if rows else [])))
 
 

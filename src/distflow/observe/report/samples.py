@@ -10,7 +10,7 @@ from typing import Any
 
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import JSON, encode, to_number
-from distflow.observe.writing.run_folder import DROPPED
+from distflow.observe.sample_files import DROPPED
 from distflow.untrusted_files import read_file
 
 MAX_TEXT = 4000
@@ -227,7 +227,7 @@ def num_problems(run_dir: Path, timeline: run_reader.Timeline) -> dict[str, int]
         steps = _end_steps(run_dir, split, timeline) if split.startswith("val") else []
         if steps:
             problems = _by_problem(run_reader.read_samples(run_dir, steps[0], split, timeline)).values()
-            counts.update(str(rows[0].get("domain", "")) for rows in problems)
+            counts.update(str(rows[0].get("domain") or "") for rows in problems)
             counts["all"] += len(problems)
     return dict(counts)
 
@@ -254,8 +254,9 @@ def _by_problem(rows: Sequence[dict[str, JSON]]) -> dict[tuple[str, ...], list[d
 
 def _mean_score(rows: Sequence[Mapping[str, object]]) -> float | None:
     """The mean correctness of the responses, without penalties (`acc`), else the mean score. None without a score."""
-    scored = [row for row in rows if not row.get("errors")]
-    scores = [score for row in scored if isinstance(score := row.get("acc", row.get("score")), float)]
+    kept = [row for row in rows if not row.get("errors")]
+    known = [row.get("score") if row.get("acc") is None else row.get("acc") for row in kept]
+    scores = [score for score in known if isinstance(score, float)]
     return sum(scores) / len(scores) if scores else None
 
 
