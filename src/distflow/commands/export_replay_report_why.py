@@ -88,10 +88,14 @@ _short = partial(escape_control, limit=MAX_TEXT, one_line=True)
 def add_why_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_argument(parser)
     parser.add_argument("step", metavar="STEP", type=int, help="number of the step, counted from 1")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run_why(arguments: argparse.Namespace) -> int:
-    from distflow.observe.run_reader import samples_and_damage
+    from distflow.commands.sql_show_and_diff import as_json
+    from distflow.observe.report.doctor import read_charges
+    from distflow.observe.report.invoice import invoice_json, invoice_lines, price_of
+    from distflow.observe.run_reader import read_config, samples_and_damage
     from distflow.observe.sample_files import SAMPLES, sample_file_name
     from distflow.scheduling.lineage import step_lineage
 
@@ -99,7 +103,13 @@ def run_why(arguments: argparse.Namespace) -> int:
     lineage = step_lineage(run_dir / LEDGER, arguments.step)
     rows, damage = samples_and_damage(run_dir, arguments.step, max_bytes=_MAX_SAMPLE_BYTES)
     responses = _by_group(rows)
-    lines = _head(lineage, run_dir)
+    found, price = read_charges(run_dir, arguments.step), price_of(read_config(run_dir))
+    if arguments.json:
+        kinds = {"groups": lineage.groups, "dropped": lineage.dropped}
+        tables = {kind: [_json_row(group, responses) for group in own] for kind, own in kinds.items()}
+        print(as_json({"step": lineage.step, **tables, "invoice": invoice_json(found, price), "damage": damage}))
+        return 0
+    lines = _head(lineage, run_dir) + [escape_control(line, one_line=True) for line in invoice_lines(found, price)]
     if lineage.consumed_at is not None and not responses:
         name = f"{SAMPLES}/{sample_file_name(arguments.step, 'train')}"
         lines.append(f"scores and reward parts are missing: {name} is missing, empty or rolled back")
@@ -158,6 +168,12 @@ def _group_row(group: "GroupLineage", lineage: "StepLineage", responses: Mapping
         "score": _mean(response.get("score") for response in scored),
         "reward parts": _reward_parts(scored),
     }
+
+
+def _json_row(group: "GroupLineage", responses: Mapping[int, "Responses"]) -> dict[str, object]:
+    fields = ("group_id", "state", "domain", "epoch", "row", "version", "tokens", "reason")
+    scores = [to_number(response.get("score")) for response in responses.get(group.group_id, ())]
+    return {**{name: getattr(group, name) for name in fields}, "scores": scores}
 
 
 def _dropped_row(group: "GroupLineage") -> dict[str, str]:

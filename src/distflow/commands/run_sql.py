@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from distflow.errors import UserError
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import read_object
-from distflow.observe.report.doctor import examine, records_of
+from distflow.observe.report.doctor import examine, read_charges, records_of
 from distflow.observe.report.summary_sentences import PROBLEM_KINDS
 from distflow.observe.sample_files import COLUMNS, is_torn, write_sample_file
 
@@ -40,6 +40,7 @@ VIEWS: dict[str, str] = {
     + ", ".join(f"{name.removesuffix('s')} DOUBLE" for name in _TOKEN_COLUMNS),
     "spans": "run VARCHAR, actor VARCHAR, t0 DOUBLE, t1 DOUBLE, kind VARCHAR, what VARCHAR, step BIGINT, "
     "group_id BIGINT, version BIGINT, waits_for VARCHAR, restart BIGINT",
+    "invoice": "run VARCHAR, step BIGINT, device BIGINT, kind VARCHAR, cause VARCHAR, seconds DOUBLE",
     "groups": "run VARCHAR, group_id BIGINT, state VARCHAR, step BIGINT, epoch BIGINT, data_row BIGINT, "
     "domain VARCHAR, version BIGINT, tokens BIGINT, attempts BIGINT, worker VARCHAR, started DOUBLE, "
     "completed DOUBLE, ended DOUBLE, reason VARCHAR",
@@ -265,6 +266,7 @@ _ROWS: Mapping[str, Callable[[Path], Iterable[Row]]] = {
     "metrics": _metrics,
     "tokens": _tokens,
     "spans": _spans,
+    "invoice": read_charges,
     "groups": _groups,
     "versions": _versions,
     "findings": _findings,

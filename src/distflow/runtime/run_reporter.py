@@ -27,7 +27,7 @@ from distflow.observe.report.step_rules import StepRules
 from distflow.observe.sample_files import DROPPED
 from distflow.observe.writing.run_folder import RunFolder, Span
 from distflow.observe.writing.terminal_view import TerminalView
-from distflow.observe.writing.timing import PhaseTimer, Waits
+from distflow.observe.writing.timing import COLLECTIVE, DATA, PhaseTimer, Wait, Waits
 from distflow.observe.writing.trackers import TrackedRun, open_trackers
 from distflow.rollout.engine import take_activity
 from distflow.runtime.spec import Spec
@@ -38,6 +38,8 @@ TOKENS = "tokens"
 
 MAX_TRACEBACK = 10_000
 SAVE_WAITS_S = 10.0
+
+_SHORT_S = 1e-3
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -202,9 +204,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             on_charge=self.memory.charge,
         )
         self._callbacks = Caller(callbacks, partial(self.note, "warning"), partial(self.phases, "callbacks"))
-        self.waits = Waits(
-            lambda wait, ended: self._span(wait.who, Span(wait.since, ended, "wait", wait.what, on=wait.on))
-        )
+        self.waits = Waits(self._waited)
         self._step, self._any_ended = max(resumed_at or 0, 0), False
         self._filled, self.decoded = self._step, Counter[str]()
         self.status, self.why = "failed", dict[str, str]()
@@ -334,6 +334,12 @@ class Recorder(AbstractContextManager["Recorder"]):
         keep_groups(run_dir, step, batch, *self._process.share)
         if options.save_groups == "last_k" and self._process.leads:
             forget_groups(run_dir, options.save_groups_last)
+
+    def _waited(self, wait: Wait, ended: float) -> None:
+        """Write a wait. Many are for each row or each parameter, and short: they would be most of the file."""
+        if ended - wait.since >= _SHORT_S or not (wait.on == DATA or wait.what == COLLECTIVE):
+            span = Span(wait.since, ended, "wait", wait.what, group_id=wait.group_id, on=wait.on)
+            self._span(wait.who, span)
 
     def _span(self, actor: str, span: Span) -> None:
         self.folder.span(actor, replace(span, step=self._step + 1))

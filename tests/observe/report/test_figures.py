@@ -21,7 +21,6 @@ from distflow.observe.report.chart_data import (
     set_constants_apart,
     wilson,
 )
-from distflow.observe.report.findings import idle_sides
 from distflow.observe.report.graph_and_timelines import (
     MAX_SPANS,
     StepTimeline,
@@ -112,51 +111,6 @@ def test_the_staleness_of_responses_is_counted_where_any_is_stale(tmp_path: Path
     with RunFolder(tmp_path / "fresh", 0) as run:
         run.samples(5, [{"versions": [4], "response_length": 1}] * 3)
     assert [figure["title"] for figure in histograms(tmp_path / "fresh", Timeline())] == ["How long are the responses?"]
-
-
-@pytest.mark.parametrize(
-    ("slow", "staleness", "decodes", "said"),
-    [
-        (0.6, 4, 1.0, "generation is the slower side"),
-        (0.05, 4, 0.5, "a lower async.max_staleness (now 4) may be as fast"),
-        (0.05, 1, 0.5, "training is the slower side. Give it more threads (trainer.num_threads)."),
-        (0.6, 2, 0.5, "both wait for something else"),
-        (0.05, 4, 1.0, None),
-        (0.6, 0, 0.5, None),
-        (0.2, 4, 0.8, None),
-    ],
-)
-def test_the_slower_side_is_named(
-    tmp_path: Path, slow: float, staleness: int, decodes: float, said: str | None
-) -> None:
-    with RunFolder(tmp_path, 0) as run:
-        for step in range(40):
-            t = 1000.0 + step
-            run.span("training", Span(t, t + slow, "wait", f"step {step + 1}"))
-            run.span("training", Span(t, t + slow, "phase", "rollout"))
-            run.span("training", Span(t + slow, t + 1.0, "phase", "train_step"))
-            run.span("engine", Span(t, t + decodes, "decode", "train", version=step))
-            run.span("rollout", Span(t + slow, t + 1.0, "group", "complete"))
-        # The last steps of a run have all their groups: nothing is generated, and that is nobody's fault.
-        for step in range(40, 45):
-            run.span("training", Span(1000.0 + step, 1001.0 + step, "phase", "train_step"))
-            run.span("training", Span(1000.0 + step, 1000.001 + step, "wait", f"step {step + 1}"))
-    found = idle_sides(read_activity(tmp_path), {"async": {"max_staleness": staleness}})
-    text = "".join(f"{finding.text} {finding.advice}" for finding in found)
-    assert said in text and "over the last 10 steps" in text if said else not found
-
-
-def test_neither_side_is_blamed_for_validations_or_for_the_time_between_two_starts(tmp_path: Path) -> None:
-    with RunFolder(tmp_path, 0) as run:
-        for step in range(16):
-            t = 1000.0 + 10 * step + (5000.0 if step > 13 else 0.0)
-            run.span("training", Span(t, t + 1.0, "phase", "train_step"))
-            run.span("engine", Span(t, t + 1.0, "decode", "train"))
-            run.span("training", Span(t, t + 0.05, "wait", f"step {step + 1}"))
-            run.span("training", Span(t + 1.0, t + 9.9, "phase", "eval"))
-            run.span("engine", Span(t + 1.0, t + 9.9, "decode", "eval"))
-            run.span("rollout", Span(t + 0.1, t + 0.9, "group", "complete"))
-    assert idle_sides(read_activity(tmp_path), {"async": {"max_staleness": 2}}) == []
 
 
 def test_groups_are_whole_and_a_reward_error_has_no_score() -> None:

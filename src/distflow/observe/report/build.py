@@ -17,6 +17,7 @@ from distflow.observe.metrics import find_metric
 from distflow.observe.report import chart_data as charts
 from distflow.observe.report import doctor, domains, findings, samples, summary_sentences
 from distflow.observe.report import graph_and_timelines as step
+from distflow.observe.report.invoice import charges, invoice_json, journal_of, price_of
 from distflow.observe.report.summary_sentences import Accuracy, EventGroup, Finding, Steps, known_values
 from distflow.observe.run_reader import Event
 from distflow.observe.sanitized_output import escape_control
@@ -38,7 +39,19 @@ _MAX_LOG = 300
 _MAX_SENTENCES, _MAX_SENTENCE, _MAX_MESSAGE = 100, 2000, 20_000
 _WITH_COLUMNS = ("series", "bars")
 
-SCRIPTS = ("text", "top", "curves", "figures", "step", "timeline", "domains", "reward_results", "samples", "report")
+SCRIPTS = (
+    "text",
+    "top",
+    "curves",
+    "figures",
+    "step",
+    "timeline",
+    "invoice",
+    "domains",
+    "reward_results",
+    "samples",
+    "report",
+)
 
 
 def write_report(run_dir: Path, data: Mapping[str, Any] | None = None) -> Path:
@@ -76,7 +89,8 @@ def report_data(run_dir: Path) -> dict[str, Any]:
     columns = charts.series(steps)
     chosen = charts.choose_charts(columns["y"], domains.domain_charts(columns["y"]))
     drawn, others, constants = charts.set_constants_apart(*chosen, columns["y"])
-    found = doctor.examine(findings.RunRecords(run_dir, timeline, steps, config, activity)).findings
+    charged = charges(journal_of(activity, timeline, records, events))
+    found = doctor.examine(findings.RunRecords(run_dir, timeline, steps, config, activity, charged)).findings
     planned = [each for each in found if each.rule == findings.PLANNED and each.tone == "unknown"]
     found = [each for each in found if each not in planned]
     written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
@@ -108,6 +122,7 @@ def report_data(run_dir: Path) -> dict[str, Any]:
         "histograms": charts.histograms(run_dir, timeline),
         "pipeline": step.pipeline_graph(run_dir, steps),
         "timelines": step.timelines(activity, records),
+        "invoice": invoice_json(charged, price_of(config)),
         "preset": str(run.get("preset", "")),
         "changed": _changed(run),
         "config": _config_text(run_dir, run),

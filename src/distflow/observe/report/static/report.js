@@ -47,6 +47,7 @@ showConstants();
 showHistograms();
 new Samples();
 showStep();
+showInvoice();
 showLog();
 showSetup();
 showContents();
