@@ -5,11 +5,15 @@ import math
 import os
 import re
 import time
-from base64 import b64encode
+from base64 import b64decode, b64encode
+from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from distflow.data.images import keep_pixels
 from distflow.observe.report.build import report_data
 from distflow.observe.report.chart_data import (
     MAX_BINS,
@@ -363,3 +367,27 @@ def test_small_images_of_prompts_are_taken_once_and_nothing_else_is_read(tmp_pat
     found = thin_samples(tmp_path, Timeline(), 40_000)
     assert [group["images"] for group in found["groups"]] == [names] * 3
     assert found["images"] == {"a.png": b64encode(b"\x89PNG small").decode()}
+
+
+def test_an_episode_of_each_outcome_is_an_animation_of_its_observations(tmp_path: Path) -> None:
+    def row(number: int, success: float, *frames: str) -> dict[str, object]:
+        extra = {"frames": list(frames), "instruction": "red"}
+        said = {"prompt": "p", "response": "r", "score": success, "extra": extra}
+        return {"uid": f"0-{number}", "reward_parts": {"success": success, "env_steps": 3.0}, **said}
+
+    with RunFolder(tmp_path, 0) as run:
+        store = tmp_path / "data" / "images"
+        frames = [keep_pixels(np.full((20, 20, 3), level, np.uint8), store) for level in (0, 120, 250)]
+        run.samples(1, [row(0, 0.0, *frames), row(1, 0.0, frames[1]), row(2, 1.0, frames[2], "/gone.png")])
+        run.samples(2, [row(0, 1.0, *frames[1:])])
+    first, last = thin_samples(tmp_path, Timeline(), 400_000)["groups"]
+    assert [(video["response"], video["instruction"]) for video in first["videos"]] == [(0, "red")], "one is lost"
+    assert "frames" not in first["responses"][0].get("remarks", {})
+    for (video,), colours in ((first["videos"], (0, 120, 250)), (last["videos"], (120, 250))):
+        with Image.open(BytesIO(b64decode(video["webp"]))) as shown:
+            assert shown.size == (160, 160) and shown.n_frames == len(colours)
+            for place, colour in enumerate(colours):
+                shown.seek(place)
+                assert shown.convert("RGB").getpixel((80, 80)) == (colour,) * 3
+    tight = thin_samples(tmp_path, Timeline(), 3_000)["groups"]
+    assert all("frames" not in video for group in tight for video in group["videos"])
