@@ -37,7 +37,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", help="a folder below RUN/bundles")
+    parser.add_argument("bundle", metavar="BUNDLE", help="a folder below RUN/bundles")
     add_trust_argument(parser, "the run imported, or that came with its model")
 
 

@@ -49,8 +49,8 @@ def add_sql_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON list of objects, whole texts included")
     form.add_argument("--csv", action="store_true", help="print CSV, whole texts included")
-    parser.add_argument("--rows", type=lambda text: at_least(1, text), default=10_000, help="at most so many (10000)")
-    parser.add_argument("--seconds", type=lambda text: at_least(1, text), default=5, help="at most so long (5)")
+    parser.add_argument("--rows", type=lambda text: at_least(1, text), default=10_000, help="limit of rows (10000)")
+    parser.add_argument("--seconds", type=lambda text: at_least(1, text), default=5, help="time limit (5)")
 
 
 def run_sql(arguments: argparse.Namespace) -> int:

@@ -36,6 +36,7 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
             "algorithm.scale_rewards": "group",
             "algorithm.mask_truncated": True,
             "data.train_files": ("my/sums:small:train",),
+            "data.answer_key": "solution",
             "data.train_batch_size": 8,
             "data.max_response_length": 64,
             f"{ACTOR}.ppo_mini_batch_size": 8,
