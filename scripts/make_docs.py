@@ -1,5 +1,5 @@
-"""Writes the generated pages of the docs: docs/config.md from the schema, and docs/migrating.md from the tables of
-names in other systems.
+"""Writes the generated pages of the docs: docs/config.md from the schema of the config, docs/migrating.md from the
+tables of names in other systems, and docs/schema.md from the schema of a run's folder.
 
     make docs
 
@@ -15,6 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from distflow import builtin_names
+from distflow.commands.run_sql import VIEWS
 from distflow.config.compose.load_config import differing, load_config
 from distflow.config.compose.origins import PRESETS, preset_names
 from distflow.config.compose.values import type_name
@@ -23,6 +24,7 @@ from distflow.config.keys.declare import KeyInfo, collect
 from distflow.config.keys.schema import RESUMABLE, schema_keys, show_value
 from distflow.config.migration.tables import ANY, NOT_GIVEN, SYSTEMS, Name, all_tables, as_override, find_names
 from distflow.errors import ConfigError
+from distflow.observe.sample_files import COLUMNS, SCHEMA_VERSION
 
 _BUILTIN_NAMES: Mapping[str, Mapping[str, builtin_names.Entry]] = {
     "Advantage estimators": builtin_names.ESTIMATORS,
@@ -47,10 +49,11 @@ _METHODS = {
 
 
 def main() -> None:
-    """Write both pages to the folder in the first argument, by default `docs`."""
+    """Write the pages to the folder in the first argument, by default `docs`."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs")
-    for name, text in (("config.md", render_reference()), ("migrating.md", render_migrating())):
-        (folder / name).write_text(text, encoding="utf-8")
+    pages = {"config.md": render_reference, "migrating.md": render_migrating, "schema.md": render_schema}
+    for name, render in pages.items():
+        (folder / name).write_text(render(), encoding="utf-8")
         print(folder / name)
 
 
@@ -91,6 +94,23 @@ def render_migrating() -> str:
         "trl_command": _command("grpo", map(shlex.quote, trl["here"])),
     }
     return _fill("migrating.md", parts)
+
+
+def render_schema() -> str:
+    """The page on what a run's folder holds."""
+    kinds = {"text": "text", "number": "float64", "whole": "int64", "json": "text, JSON"}
+    columns = [(_code(name), kinds[kind], meaning) for name, (kind, meaning) in COLUMNS.items()]
+    views = [
+        (_code(name), re.sub(r"(\w+) ([A-Z]+)", lambda found: f"`{found[1]}` {found[2].lower()}", kept))
+        for name, kept in VIEWS.items()
+        if kept
+    ]
+    parts = {
+        "version": f"    schema = {SCHEMA_VERSION}",
+        "samples": _table(("column", "type", "content"), columns),
+        "views": _table(("view", "columns"), views),
+    }
+    return _fill("schema.md", parts)
 
 
 def _fill(page: str, parts: Mapping[str, str]) -> str:

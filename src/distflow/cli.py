@@ -37,7 +37,8 @@ example: distflow train grpo actor_rollout_ref.model.path=MODEL data.train_files
          distflow train grpo ... --resume never
 keys:    docs/config.md, or distflow config PRESET --explain KEY; first steps: docs/quickstart.md"""
 
-_VIEWS = """views:    metrics, samples, tokens, spans, groups, versions, findings, config (columns: docs/observe.md#sql)
+_VIEWS = """views:    metrics, samples, tokens, spans, invoice, groups, versions, findings, config
+          (columns: docs/observe.md#sql)
 example:  distflow sql RUN "select step, value from metrics where key = 'reward/mean_score'"
           distflow sql RUN "describe samples"
 """

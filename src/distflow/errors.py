@@ -108,8 +108,9 @@ def missing_path(path: Path) -> tuple[str, str]:
         absent = next(folder for folder in reversed(path.parents) if not folder.is_dir())
         looked = "" if path.is_absolute() else f" in {Path.cwd()}"
         return f"there is no folder '{absent}'{looked}", "check the path, or start the command in its folder"
-    stems = {entry.stem: entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix}
-    near = stems.get(nearest(path.stem, stems), "")
+    entries = sorted(path.parent.iterdir())
+    stems = {entry.stem: entry.name for entry in entries if entry.suffix == path.suffix}
+    near = stems.get(nearest(path.stem, stems)) or next((each.name for each in entries if each.stem == path.stem), "")
     meant = f"did you mean '{path.with_name(near)}'?" if near else f"see the content of '{path.parent.resolve()}'"
     return "there is no such file or folder", meant
 

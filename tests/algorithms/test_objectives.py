@@ -105,6 +105,69 @@ def test_each_domain_has_its_own_loss_and_all_tokens_one_mean(mode: str) -> None
     assert {"domain", "advantages"} <= {*objective.reads} and "old_log_probs" in objective.optional
 
 
+UNITS = {
+    "token": [[[0], [1], [2], [3], [5]], [[0], [1], [2]]],
+    "action": [[[0, 1], [2, 3], [5]], [[0, 1], [2]]],
+    "chunk": [[[0, 1, 2, 3], [5]], [[0, 1, 2]]],
+}
+"""Of each sample's tokens; token 4 is given, and of the second chunk one token had no effect."""
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("level", UNITS)
+def test_a_level_sums_the_log_probs_of_an_action_or_a_chunk(level: str, mode: str) -> None:
+    now = [[-1.0, -0.5, -2.0, -0.25, -9.0, -0.75, -9.0], [-0.25, -1.5, -0.875]]
+    old = [[-1.125, -0.625, -2.125, -0.125, -9.0, -0.625, -9.0], [-0.125, -1.375, -1.25]]  # exact in float32
+    advantages, low, high = (1.5, -2.0), 0.85, 1.15
+    batch = Batch(torch.ones(2, dtype=torch.int64), torch.tensor([7, 3]))
+    batch["turn_index"] = torch.tensor([0, 0, 0, 0, -1, 1, -1, 0, 0, 0])
+    batch["loss_mask"] = torch.tensor([1.0, 1, 1, 1, 0, 1, 0, 1, 1, 1])
+    batch["old_log_probs"] = torch.tensor(sum(old, []), dtype=torch.float64)
+    batch["advantages"] = torch.tensor([advantages[0]] * 7 + [advantages[1]] * 3, dtype=torch.float64)
+    clip = {"clip_ratio_low": 0.15, "clip_ratio_high": 0.15}
+    objective = PolicyObjective("vanilla", clip, loss_agg_mode=mode, logprob_level=level, action_dim=2)
+    padded = torch.tensor([now[0], [*now[1], 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64).requires_grad_()
+    counts = objective.counts(batch)
+    loss, sums = objective({"log_probs": padded, "entropy": torch.zeros_like(padded)}, batch, counts)
+    loss.backward()
+
+    units = UNITS[level]
+    wanted, total, kls, clipped = torch.zeros(2, 7, dtype=torch.float64), 0.0, 0.0, 0
+    for row, own in enumerate(units):
+        for unit in own:
+            weight = 1 / sum(map(len, units)) if mode == "token-mean" else 0.5 / len(own)
+            gap = math.fsum(now[row][t] - old[row][t] for t in unit)
+            plain, bound = -advantages[row] * math.exp(gap), -advantages[row] * min(max(math.exp(gap), low), high)
+            total, kls, clipped = total + weight * max(plain, bound), kls - gap, clipped + (bound > plain)
+            wanted[row, unit] = 0.0 if bound > plain else weight * plain
+    assert loss.item() == pytest.approx(total, rel=1e-12)
+    torch.testing.assert_close(padded.grad, wanted, rtol=1e-12, atol=0.0)
+    metrics = objective.finish({name: float(value) for name, value in sums.items()}, counts)
+    assert metrics["ppo_kl"] == pytest.approx(kls / sum(map(len, units)))
+    assert metrics["pg_clipfrac"] == pytest.approx(clipped / sum(map(len, units)))
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("level", ["action", "chunk"])
+def test_levels_do_not_depend_on_the_micro_batches(level: str, mode: str) -> None:
+    scale = scale_of(mode)
+    objective = PolicyObjective(loss_agg_mode=mode, loss_scale_factor=scale, logprob_level=level, action_dim=2)
+    batch = toy_batch(seed=3, bs=ROWS)
+    batch["turn_index"] = torch.cat([torch.arange(length) // 3 for length in batch.lengths("response").tolist()])
+    counts = objective.counts(batch)
+    wanted, wanted_sums = gradient(objective, [batch], counts)
+    parts = random_split(batch, seed=LOSS_AGG_MODES.index(mode))
+    assert {k: sum(objective.counts(p)[k] for p in parts) for k in counts} == counts
+    actual, sums = gradient(objective, parts, counts)
+    torch.testing.assert_close(actual, wanted, rtol=1e-11, atol=1e-13)
+    assert objective.finish(sums, counts) == pytest.approx(objective.finish(wanted_sums, counts), rel=1e-11, abs=1e-13)
+
+
+def test_losses_of_tokens_alone_have_no_other_level() -> None:
+    with pytest.raises(ValueError, match="policy loss 'decoupled' is of tokens alone"):
+        PolicyObjective("decoupled", logprob_level="chunk")
+
+
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_the_gradient_of_the_critic_does_not_depend_on_the_micro_batches(mode: str) -> None:
     objective = ValueObjective(0.3, mode, scale_of(mode))

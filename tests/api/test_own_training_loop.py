@@ -88,6 +88,7 @@ def test_at_staleness_0_its_batches_are_those_of_a_run(tmp_path: Path, reference
     assert verify(run.folder / "ledger.jsonl") == verify(reference.folder / "ledger.jsonl")
 
 
+@pytest.mark.slow
 def test_generate_draws_from_the_newest_weights_and_leaves_the_groups_as_they_are(
     tmp_path: Path, reference: distflow.Run
 ) -> None:
@@ -159,6 +160,7 @@ def test_a_step_without_an_update_a_missing_column_and_a_call_after_the_end_are_
         rollouts.prepare_batch()
 
 
+@pytest.mark.slow
 def test_a_function_of_apply_writes_columns(tmp_path: Path) -> None:
     with opened(tmp_path / "run") as rollouts:
         batch = rollouts.prepare_batch()
@@ -190,6 +192,7 @@ def test_with_extra_prompts_its_batches_are_those_of_a_run_too_also_after_a_resu
     assert account.consumed == 8 and account.aborted == verify(theirs.folder / "ledger.jsonl").aborted > 2
 
 
+@pytest.mark.slow
 def test_it_resumes_with_a_change_that_is_allowed(tmp_path: Path) -> None:
     key = "actor_rollout_ref.actor.optim.lr"
 
@@ -205,6 +208,7 @@ def test_it_resumes_with_a_change_that_is_allowed(tmp_path: Path) -> None:
     one_step(2, 1e-2, key)
 
 
+@pytest.mark.slow
 def test_submitted_prompts_that_are_aborted_come_in_a_later_step(tmp_path: Path) -> None:
     with opened(tmp_path / "run", None, **MORE) as rollouts:
         for row in OWN:
@@ -298,6 +302,7 @@ def test_a_timeout_loses_nothing(tmp_path: Path, staleness: int, go_on: Path) ->
         assert rollouts.stats.rejected == 0
 
 
+@pytest.mark.slow
 def test_what_is_not_accepted_is_replaced_and_counted(tmp_path: Path) -> None:
     def odd(group: Batch) -> bool:
         return group["ground_truth"][0] in {"3", "5"}
@@ -311,6 +316,7 @@ def test_what_is_not_accepted_is_replaced_and_counted(tmp_path: Path) -> None:
     assert set(account.dropped) == {"rejected"}
 
 
+@pytest.mark.slow
 def test_each_call_may_bring_a_function_of_its_own(tmp_path: Path) -> None:
     """A str is the reason why a group is dropped; without one the function of the rollouts decides."""
 
@@ -328,6 +334,7 @@ def test_each_call_may_bring_a_function_of_its_own(tmp_path: Path) -> None:
     assert set(verify(tmp_path / "run" / "ledger.jsonl").dropped) == {"not 5", "not 3"}
 
 
+@pytest.mark.slow
 def test_waiting_for_more_than_were_accepted_says_what_became_of_the_others(tmp_path: Path) -> None:
     with opened(tmp_path / "run", None, should_accept=lambda group: group["ground_truth"][0] != "2") as rollouts:
         for row in OWN[:2]:
@@ -348,6 +355,7 @@ def test_a_failing_function_is_named_with_its_error(tmp_path: Path) -> None:
     assert rollouts.run.status == "failed"
 
 
+@pytest.mark.slow
 def test_a_version_that_would_leave_groups_behind_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path / "run", None) as rollouts:
         rollouts.submit(OWN[0])
@@ -362,6 +370,7 @@ def test_a_version_that_would_leave_groups_behind_is_refused(tmp_path: Path) -> 
         assert rollouts.version == 1
 
 
+@pytest.mark.slow
 def test_weights_that_the_engine_shares_are_not_changed_while_it_answers(tmp_path: Path, go_on: Path) -> None:
     with opened(tmp_path / "run", None, reward=slow) as rollouts:
         rollouts.submit(OWN[3])

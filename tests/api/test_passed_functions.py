@@ -21,6 +21,7 @@ def advantages(run: distflow.Run) -> list[float]:
     return [row["actor/advantage"] for row in run.metrics("train")]
 
 
+@pytest.mark.slow
 def test_functions_of_cells_make_the_run_and_a_changed_one_is_reported_on_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

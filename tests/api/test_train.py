@@ -244,6 +244,7 @@ def trl(prompts, completions, answer, **kwargs):
     return [float(len(text) > len(truth)) for text, truth in zip(completions, answer, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_reward_of_trl_is_taken_as_it_is(tmp_path: Path) -> None:
     one_step = small(tmp_path / "run", trainer__total_training_steps=1)
     run = distflow.train(TINY, one_step, data=ROWS, reward=trl)

@@ -1,7 +1,6 @@
 """Workflows that are passed from Python."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import distflow
 from distflow.data.batch import Batch
 from distflow.errors import UserError
+from distflow.observe.run_reader import read_samples, sample_steps
 from tests.api.small import ROWS, TINY, small
 from tests.environments.areal_user import GenerationHyperparameters, ModelRequest, RLVRWorkflow, reward
 
@@ -37,8 +37,7 @@ def unscored(folder: Path, **changed: object) -> dict[str, object]:
 
 
 def scored(folder: Path) -> None:
-    paths = sorted((folder / "samples").glob("*.jsonl"))
-    rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    rows = [row for step in sample_steps(folder) for row in read_samples(folder, step)]
     assert rows
     for row in rows:
         assert row["score"] == sum(map(ord, row["response"])) % 3 + 0.5

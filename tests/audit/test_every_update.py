@@ -109,6 +109,7 @@ def scaled(factor: float, shift: float = 0.0, node_id: str = "calculate_advantag
     return plant_behind(node_id, change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "says"),
     [

@@ -84,6 +84,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_fast_in(8, PLANTED))
 def test_a_run_is_proven_and_an_error_in_its_loss_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -239,6 +239,7 @@ TRAINED = {
 """Rank, modules by the config and those that have an adapter, which weights need a gradient or none, what is said."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_fast_in(3, TRAINED))
 def test_all_weights_are_trained_or_the_adapters_that_the_config_names(tmp_path: Path, name: str) -> None:
     rank, targets, adapted, change, wrong = TRAINED[name]

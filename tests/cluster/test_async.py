@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from distflow.cluster.ray_launcher import launch_ray
+from distflow.observe.run_reader import read_samples, sample_steps
 from distflow.scheduling import ledger
 from tests.cluster.test_supervisor import DISK
 from tests.e2e.runs import Playground, Run
@@ -52,8 +53,8 @@ def ages(run: Run) -> set[int]:
 
 
 def versions(run: Run) -> list[list[int]]:
-    lines = [line for path in sorted(Path(run.folder, "samples").glob("*.jsonl")) for line in path.open()]
-    return [json.loads(line)["versions"] for line in lines]
+    folder = Path(run.folder)
+    return [row["versions"] for step in sample_steps(folder) for row in read_samples(folder, step)]  # type: ignore[misc]
 
 
 def check_stream(found: Run, workers: set[str], steps: int) -> None:

@@ -151,6 +151,7 @@ def test_what_is_refused_before_anything_is_submitted(slurm: Slurm, capsys: pyte
         distflow.train("grpo", slurm.ground.overrides("python", "trainer.launcher=slurm"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("behaviour", "status", "is_requeued"),
     [

@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.ranks import run_ranks
 
 
+@pytest.mark.slow
 def test_every_rank_gets_the_sum_and_the_maximum_of_all(tmp_path: Path) -> None:
     run_ranks("tests.cluster.collective_worker", 3, tmp_path)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]

@@ -34,6 +34,23 @@ def test_a_written_config_is_accepted_and_has_no_key_that_nothing_reads(
     assert main(["config", str(target)]) == 0
 
 
+@pytest.mark.slow
+def test_a_key_that_a_run_would_be_rejected_for_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "data.train_files=builtin:arithmetic-rl actor_rollout_ref.model.path=builtin:tiny-arithmetic"
+    keys = ["policy_loss.loss_mode=gspo", "clip_ratio_c=10.0", "strategy=fsdp", "fsdp_config.offload_policy=true"]
+    keys = [f"actor_rollout_ref.actor.{key}" for key in keys]
+    (tmp_path / "x.sh").write_text(
+        f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.n_gpus_per_node=4 {rows} "
+        f"{' '.join(keys)} actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.top_p=0.9\n"
+    )
+    assert main(["migrate", str(tmp_path / "x.sh")]) == 0
+    out, err = capsys.readouterr()
+    found = yaml.safe_load(out)["actor_rollout_ref"]
+    assert "top_p" not in found["rollout"] and "actor_rollout_ref.rollout.top_p=0.9: SGLang does not report" in err
+    assert "clip_ratio_c" not in found["actor"] and "clip_ratio_c=10.0: it has no effect" in err
+    assert found["actor"]["fsdp_config"] == {"offload_policy": True} and "would be rejected" not in err
+
+
 BAD = {
     "empty.py": ("", "it is empty"),
     "binary.sh": (b"\x00\x01\xff", "it is not a text file"),

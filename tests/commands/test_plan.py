@@ -1,6 +1,8 @@
 """`distflow plan`: without torch, the plan that the run then has; what does not fit is refused with a remedy."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict
@@ -217,6 +219,17 @@ def test_changes_are_in_text_and_json(capsys: pytest.CaptureFixture[str]) -> Non
     assert f"response/2: a step of {shorter['seconds']:.3g} s" in text and "rollout.n=0: it cannot run" in text
 
 
+def test_a_timeout_of_rewards_cuts_their_times_and_is_refused_where_there_are_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["quickstart_grpo", TINY, "--device", "cpu", "reward.num_workers=8"]
+    changes = ["--what-if", "reward.timeout_s=1", "--what-if", "reward.timeout_s=1e6"]
+    before, cut, same = planned(capsys, *words, "--reward-seconds", "5", *changes)["what_if"]
+    assert cut["seconds"] < 0.5 * before["seconds"] and same["seconds"] > before["seconds"]
+    assert main(["plan", *words, *changes]) == 2
+    assert "takes no time for rewards, so the change would do nothing" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_searched_allocation_is_listed_and_the_run_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["async_grpo", TINY, "trainer.allocation=auto", "trainer.launcher=ray", "trainer.n_gpus_per_node=4"]
@@ -233,3 +246,15 @@ def test_a_searched_allocation_is_listed_and_the_run_takes_it(capsys: pytest.Cap
     assert f"trainer.allocation=auto: {best} " in capsys.readouterr().out
     from_python = read(words[0], words[1:], PythonInputs(), None)
     assert from_python.config.trainer.allocation == best
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["--simulate 20", "trainer.allocation=auto"])
+def test_the_page_shows_what_the_command_prints(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    found = re.search(rf"```bash\n(distflow plan [^\n]*{option}[^\n]*)\n```\n\n((?:    [^\n]*\n)+)", page)
+    assert found is not None
+    assert main(shlex.split(found[1])[1:]) == 0
+    said = capsys.readouterr().out.splitlines()
+    shown = [line[4:] for line in found[2].splitlines() if line.strip() != "..."]
+    assert len(shown) >= 4 and not [line for line in shown if line not in said]

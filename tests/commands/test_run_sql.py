@@ -12,6 +12,7 @@ from distflow.cli import main
 from distflow.commands.run_sql import VIEWS, query_runs
 from distflow.data.batch import Batch
 from distflow.errors import UserError
+from distflow.observe.sample_files import COLUMNS
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.runtime.run_reporter import keep_groups
 from tests.commands.test_export_replay_report_why import write_run as write_ledger_run
@@ -58,16 +59,34 @@ def _leaking(run_dir: Path) -> list[str]:
     return [text.replace("LEAK", "http://127.0.0.1:1/leak") for text in HOSTILE]
 
 
-def test_torn_lines_rolled_back_steps_and_links_out_of_the_folder_are_left_out(tmp_path: Path) -> None:
+def test_truncated_files_rolled_back_steps_and_links_out_of_the_folder_are_left_out(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", num_steps=4)
-    with (run_dir / "samples" / "000002.jsonl").open("ab") as file:
-        file.write(b'[1]\n{"uid": "7-0", "response": "\xff"}\n{"uid": "8-0", "respon')
-    (tmp_path / "secret.jsonl").write_text('{"uid": "0-0", "response": "secret"}\n')
-    (run_dir / "samples" / "000009.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    whole = (run_dir / "samples" / "000002.parquet").read_bytes()
+    (run_dir / "samples" / "000008.parquet").write_bytes(whole[:-1])
+    (tmp_path / "secret.parquet").write_bytes(whole)
+    (run_dir / "samples" / "000009.parquet").symlink_to(tmp_path / "secret.parquet")
     with RunFolder(run_dir, 1, resumed_at=2) as run:
         run.samples(3, [{"uid": "0-0", "response": "again"}])
     counts = rows(run_dir, "select step, count(*) from samples where split = 'train' group by all order by all")
     assert counts == [(1, 16), (2, 16), (3, 1)]
+    damage = query_runs([run_dir], "select 1 from samples limit 0").damage
+    assert damage == (f"{run_dir}/samples/000008.parquet is damaged: its samples are missing here",)
+
+
+def test_the_view_of_samples_has_the_columns_of_the_files_and_their_types(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", num_steps=2)
+    found = dict(rows(run_dir, "select column_name, column_type from (describe samples)"))
+    assert list(found)[1:] == list(COLUMNS)
+    assert (found["score"], found["extra"], found["versions"], found["group_id"]) == (
+        "DOUBLE",
+        "JSON",
+        "JSON",
+        "BIGINT",
+    )
+    assert rows(run_dir, "select distinct fate, restart, t > 1e9 from samples where split = 'train'") == [
+        ("trained", 0, True)
+    ]
+    assert rows(run_dir, "select max((reward_parts->>'the answer is 15')::double) from samples") == [(1.0,)]
 
 
 def test_groups_and_versions_come_from_the_ledger(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_a_batch_comes_back_exactly(batch: Batch) -> None:
     assert_same(arrived, batch)
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_rows_of_several_parts_are_what_select_of_their_concatenation_gives(data: st.DataObject) -> None:

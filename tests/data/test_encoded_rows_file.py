@@ -130,6 +130,7 @@ def test_it_travels_as_its_path(tmp_path, monkeypatch):
         assert pool.apply(operator.getitem, (rows, 1)) == prompts[1]
 
 
+@pytest.mark.slow
 def test_rows_are_not_held(tmp_path):
     """Walking over all of them keeps no Python objects: within a process that may take 40 MB more, 60 MB are read."""
     prompts = encode([RawRow(f"f:{i}", "1+1=", "x" * 6000, "d", None, {}) for i in range(10_000)])

@@ -114,6 +114,7 @@ def many_rows(num_rows: int) -> list[RawRow]:
     return [row(t if i % 3 else [{"role": "user", "content": t}], origin=f"f:{i}") for i, t in enumerate(texts)]
 
 
+@pytest.mark.slow
 def test_threads_chunks_and_neighbours_change_nothing(tokenizer):
     rows = many_rows(1300)
     sets = [encode(rows, tokenizer, num_workers=number) for number in (0, 1, 4)]

@@ -5,6 +5,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from distflow.observe.sample_files import write_sample_file
+
 Spoil = Callable[[Path], None]
 """Puts something else in a file's place."""
 
@@ -113,11 +115,11 @@ JOURNALS: dict[str, tuple[str, bytes]] = {
         b'{"t0":0,"t1":1e300,"kind":"wait","what":"step 99999999999999999999"}\n',
     ),
     "responses": (
-        "samples/000001.jsonl",
+        "samples/000001.parquet",
         b"".join(line(uid=f"1-{i}", prompt="<", response="<") for i in range(10_000)),
     ),
     "parts": (
-        "samples/000001.jsonl",
+        "samples/000001.parquet",
         line(uid="9" * 5000 + "-1", reward_parts={f"p{i}": 1e308 for i in range(20_000)}, errors=HUGE)
         + line(uid="1-2", extra={f"q{i}/a": 1 for i in range(20_000)}, response_length=HUGE, versions=[HUGE, -HUGE]),
     ),
@@ -138,7 +140,9 @@ JOURNALS: dict[str, tuple[str, bytes]] = {
 
 def spoil_journal(run: Path, name: str) -> None:
     file, content = JOURNALS[name]
-    if file.endswith(".json"):
+    if file.endswith(".parquet"):
+        write_sample_file(run / file, [json.loads(line) for line in content.splitlines()], 1, "train")
+    elif file.endswith(".json"):
         (run / file).write_bytes(content)
     else:
         after(content)(run / file)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pyarrow import parquet
+
 Place = tuple[int, int]
 """(epoch, row)"""
 
@@ -104,10 +106,10 @@ def _lengths(folder: Path, step_of: dict[int, int], max_staleness: int) -> dict[
     """Of the samples that are kept of each step, which are those of the ledger, and no staler."""
     found: dict[int, list[int]] = {}
     for step in sorted(set(step_of.values())):
-        for row in map(json.loads, (folder / "samples" / f"{step:06d}.jsonl").read_text().splitlines()):
+        for row in parquet.read_table(folder / "samples" / f"{step:06d}.parquet").to_pylist():
             number = int(row["uid"].split("-")[0])
             assert step_of[number] == step, f"{row['uid']} was trained at step {step}, says the samples' file"
-            assert all(step - 1 - max_staleness <= made < step for made in row["versions"])
+            assert all(step - 1 - max_staleness <= made < step for made in json.loads(row["versions"]))
             found.setdefault(number, []).append(row["response_length"])
     assert found.keys() == step_of.keys()
     return found

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.algorithms import objectives
 from distflow.algorithms.srpo import SrpoReward
 from distflow.cli import main
 from distflow.environments.chat import Chat
@@ -60,6 +61,39 @@ def test_every_audit_of_a_run_passes(playground: Playground, preset: str) -> Non
     assert all(0 <= row["reward_parts"]["env_steps"] <= 8 for row in samples)
     assert {row["score"] for row in samples} == {0.0, 1.0}
     assert all(("srpo_distance" in row["reward_parts"]) == (preset == "embodied_srpo") for row in samples)
+
+
+LEVELS = ("algorithm.logprob_level={}", "algorithm.reward_level={}", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["action", "chunk"])
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce"])
+def test_every_audit_passes_at_each_level(playground: Playground, estimator: str, level: str) -> None:
+    levels = [each.format(level) for each in LEVELS]
+    run = playground.run("grpo", *ACTS, options(score="return"), *levels, f"algorithm.adv_estimator={estimator}")
+    passed = {name for audit in run.audits() for name in audit["proven"]}
+    assert {"episodes", "gradients", "loss", "masks", "rewards", "turns"} <= passed
+    assert not run.notes("warning")
+
+
+@pytest.mark.slow
+def test_a_ratio_of_another_level_is_found(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objectives, "action_index", lambda turns, dim: turns)
+    with pytest.raises(TrustError, match="the gradient of the actor's loss"):
+        playground.run("grpo", *ACTS, options(), *(each.format("action") for each in LEVELS))
+
+
+@pytest.mark.slow
+def test_rewards_of_another_level_are_found(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acting, "reward_unit", lambda earned, scores: 0.75)
+    with pytest.raises(TrustError, match="token_level_scores"):
+        playground.run(
+            "grpo",
+            *ACTS,
+            options(score="return", env=f"{FILE}Line", env_kwargs={"images": True}),
+            "algorithm.reward_level=action",
+        )
 
 
 @pytest.mark.slow

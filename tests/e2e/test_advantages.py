@@ -47,6 +47,7 @@ def test_gdpo_normalises_each_reward_function_apart(tmp_path: Path) -> None:
     assert all(len(part.unique()) > 2 for part in parts.values())
 
 
+@pytest.mark.slow
 def test_rewards_then_kl_then_gae_then_advantages(tmp_path: Path) -> None:
     """AReaL's order: rewards by group, the KL off them, GAE that whitens nothing, advantages over the batch."""
     run = Playground(tmp_path).run(

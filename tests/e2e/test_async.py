@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from distflow.observe.run_reader import read_samples, sample_steps
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.runtime.spec import Spec
 from distflow.runtime.weight_sync.same_process_weights import LocalWeights
@@ -44,9 +45,9 @@ def spans(run: Run, actor: str, kind: str) -> list[dict[str, Any]]:
     return [record for record in records if record["kind"] == kind]
 
 
-def samples(run: Run, of: str = "??????") -> Iterator[dict[str, Any]]:
-    for path in sorted((run.folder / "samples").glob(f"{of}.jsonl")):
-        yield from map(json.loads, path.read_text().splitlines())
+def samples(run: Run) -> Iterator[dict[str, Any]]:
+    for step in sample_steps(run.folder):
+        yield from read_samples(run.folder, step)
 
 
 def ledger(run: Run, kind: str) -> Iterator[dict[str, Any]]:
@@ -147,6 +148,7 @@ def test_weights_go_out_every_second_step_and_age_between(
     verify(run.folder / "ledger.jsonl")
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_one_version_and_goes_first(playground: Playground) -> None:
     run = playground.run(
         "grpo",
@@ -159,7 +161,7 @@ def test_an_evaluation_has_one_version_and_goes_first(playground: Playground) ->
         name="evaluated",
     )
     for step in (0, 2, 4, 6):
-        versions = {version for row in samples(run, f"val-{step:06d}") for version in row["versions"]}
+        versions = {version for row in read_samples(run.folder, step, "val") for version in row["versions"]}
         assert versions == {step}, "the answers are of the weights that are judged"
     timed = [m.get("timing_s/eval", 0) > 0 for m in run.metrics()]
     assert timed == [True, True, False, True, False, True]

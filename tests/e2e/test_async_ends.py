@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distflow.observe.run_reader import read_samples
+from distflow.observe.run_reader import read_samples, sample_steps
 from distflow.scheduling.sample_queue import Exhausted
 from tests.e2e.runs import Playground, Run
 from tests.e2e.survivors import Place, Survivors, audit, records
@@ -67,6 +67,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 DYNAMIC = ("trainer.total_epochs=4", "reward.overlong.buffer_tokens=0", "algorithm.filter_groups.max_num_gen_batches=")
 
 
+@pytest.mark.slow
 def test_a_filter_that_drops_most_groups_trains_the_others(ground: Playground) -> None:
     ground.write_reward(NOW_AND_THEN.format(one_in=12))
     done = run(ground, 2, *DYNAMIC[:2], f"{DYNAMIC[2]}10", preset="dapo")
@@ -100,6 +101,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", one_fast_in(2, ["raise KeyError('not there')", "time.sleep(300)"]))
 def test_an_evaluation_beside_the_stream_counts_for_itself(ground: Playground, how: str) -> None:
     """Verifiers fail on validation prompts alone: training groups, which go on meanwhile, count none of it."""
@@ -130,6 +132,5 @@ def counts_for_itself(ground: Playground, done: Run) -> None:
 
 
 def evaluations(done: Run) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    for path in sorted((done.folder / "samples").glob("val-*.jsonl")):
-        step = int(path.stem.removeprefix("val-"))
+    for step in sample_steps(done.folder, "val"):
         yield step, list(read_samples(done.folder, step, split="val"))

@@ -19,6 +19,8 @@ import pytest
 import torch
 
 from distflow.models.cpu_kernels import build as native
+from distflow.observe.run_reader import sample_files
+from distflow.observe.sample_files import DROPPED, read_sample_file
 from distflow.scheduling import ledger
 from tests.e2e.runs import Playground, Run
 from tests.sparse_params import one_fast_in
@@ -73,7 +75,8 @@ def fingerprint(run: Run) -> dict[str, Any]:
         if (run.folder / "checkpoints" / f"step-{STEPS:06d}" / f"{role}.safetensors").exists():
             for name, tensor in sorted(run.weights(STEPS, role).items()):
                 weights.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    rows = [json.loads(line) for file in sorted((run.folder / "samples").glob("*.jsonl")) for line in file.open()]
+    files = [file for file, split, _ in sample_files(run.folder) if split != DROPPED]
+    rows = [row for file in files for row in read_sample_file(file, run.folder)[0]]
     texts = [[row["uid"], row["response"], row["score"], row["advantage"]] for row in rows]
     journal = [record for _, record in ledger.timeline(run.folder / "ledger.jsonl")]
     prompt_groups = [record["group_ids"] for record in journal if record["kind"] == "consumed"]

@@ -60,6 +60,7 @@ REFUSED = {
         ("data.train_files=row.jsonl", "data.val_files=~/no_such.jsonl", "custom_reward_function.path=no.py", "a.b=1"),
         ("4 problems", "'rows.jsonl'?", "no_such.jsonl", "'no.py'", "a.b"),
     ),
+    "another kind of file": (("data.train_files=rows.txt",), ("did you mean 'rows.jsonl'?",)),
     "a function of another name": (
         ("custom_reward_function.name=score",),
         ("custom_reward_function.name=compute_score",),

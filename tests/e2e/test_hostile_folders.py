@@ -23,7 +23,7 @@ from tests.e2e.runs import Playground
 from tests.observe.conftest import write_run
 from tests.sparse_params import BY_HAND, one_fast_in
 
-FILES = ("metrics.jsonl", "ledger.jsonl", "run.json", "plan.json", "samples/000001.jsonl", "spans/training.jsonl")
+FILES = ("metrics.jsonl", "ledger.jsonl", "run.json", "plan.json", "samples/000001.parquet", "spans/training.jsonl")
 MOST_MB = 1000
 
 

@@ -116,7 +116,15 @@ def test_a_checkpoint_with_a_right_manifest_of_wrong_parts(
         assert "the checkpoint" in one_message(capsys)
 
 
-FILES = ("ledger.jsonl", "metrics.jsonl", "events.jsonl", "run.json", "config.yaml", "samples/000001.jsonl", ".writer")
+FILES = (
+    "ledger.jsonl",
+    "metrics.jsonl",
+    "events.jsonl",
+    "run.json",
+    "config.yaml",
+    "samples/000001.parquet",
+    ".writer",
+)
 
 
 @pytest.mark.parametrize("name", FILES)

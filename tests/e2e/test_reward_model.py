@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from distflow.cli import main
+from distflow.observe import run_reader
 from distflow.observe.run_reader import read_events
 from tests.e2e.runs import Playground, Run
 from tests.tiny_models import (
@@ -37,8 +38,7 @@ def read_samples(run: Run, step: int) -> list[dict]:
 
 
 def samples_in(folder: Path, step: int) -> list[dict]:
-    lines = (folder / "samples" / f"{step:06d}.jsonl").read_text().splitlines()
-    return [{**json.loads(line), "restart": 0} for line in lines]
+    return [{**row, "restart": 0, "t": 0.0} for row in run_reader.read_samples(folder, step)]
 
 
 def weights_after(run: Run, step: int) -> bytes:

@@ -165,7 +165,7 @@ def test_what_a_hard_kill_left_half_written_is_swept_by_the_next_start(ground: P
     assert start(ground, "run", "trainer.save_freq=1", "trainer.total_epochs=1").status() == 0
     partial = ground.folder / "run" / "checkpoints" / "step-000009.partial"
     partial.mkdir()
-    left = (partial / ".tmpQnv85k", ground.folder / "run" / "samples" / "000001.jsonl.abcd_123.distflow-partial")
+    left = (partial / ".tmpQnv85k", ground.folder / "run" / "samples" / "000001.parquet.abcd_123.distflow-partial")
     for path in (partial / ".distflow-begun", *left):
         path.write_text("half")
     assert start(ground, "run", "trainer.save_freq=1", "trainer.total_epochs=1").status() == 0

@@ -2,12 +2,16 @@
 
 import json
 import pickle
+from fractions import Fraction
 from typing import Any
 
 import pytest
 
+from distflow.config import preset_config
+from distflow.config.keys.schema import with_values
 from distflow.data.prompts import PromptRows, UnusableRow
 from distflow.errors import UserError
+from distflow.launch.data_sets import data_plan
 from distflow.runtime.spec import Spec
 from tests.e2e.runs import Playground
 
@@ -141,3 +145,12 @@ def test_no_sample_can_be_older_than_the_run_is_long(ground: Playground) -> None
     """A bound that no step can reach costs nothing."""
     _, spec = ground.spec("grpo", "async.max_staleness=1000000", "trainer.total_training_steps=2")
     assert spec.data.max_staleness == spec.data.total_steps == 2
+
+
+def test_the_margin_of_a_simulators_capacity_is_that_of_its_own_pipeline() -> None:
+    more = {"actor_rollout_ref.model.path": "model", "embodied_sampling.oversample_factor": 1.5}
+    config = with_values(preset_config("embodied_srpo"), more)
+    assert data_plan(config, {"": 40}).oversampling == Fraction(1, 2)
+    assert data_plan(with_values(config, {"embodied_sampling.oversample_factor": 1.0}), {"": 40}).oversampling == 0
+    other = with_values(preset_config("grpo"), {"algorithm.filter_groups.oversampling": 0.25})
+    assert data_plan(other, {"": 40}).oversampling == Fraction(1, 4)

@@ -44,6 +44,7 @@ def test_who_asks_for_warnings_gets_them() -> None:
     assert said("-W", "always").count("theirs") == 2
 
 
+@pytest.mark.slow
 def test_the_lines_are_still_theirs() -> None:
     """One that they have changed would be shown again."""
     module = pytest.importorskip(_LOGGER)

@@ -57,6 +57,31 @@ def test_columns_of_episodes() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("dim", "wanted"),
+    [
+        (2, [[0.0, 0.5, 0.0, 0.25, 0.0, 0.0, 0.25, 1.0, 0.0], [0.0, 0.0, 0.0, -3.0, 0.0, 0.0, 0.0, 0.0, 0.0]]),
+        (None, [[0.0, 0.0, 0.0, 0.75, 0.0, 0.0, 0.0, 1.25, 0.0], [0.0, 0.0, 0.0, -3.0, 0.0, 0.0, 0.0, 0.0, 0.0]]),
+    ],
+)
+def test_rewards_are_on_the_last_token_of_each_action_or_chunk(dim: int | None, wanted: list[list[float]]) -> None:
+    """Two actions and one; a token that is no action, which ended the first episode; one without a score, whose
+    columns are padded with zeros."""
+    turns = torch.tensor([[0, 0, 0, 0, -1, 1, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0, 0, 0]])
+    mask = torch.tensor([[1.0, 1, 1, 1, 0, 1, 1, 1, 0], [1.0, 1, 1, 1, 0, 0, 0, 0, 0]])
+    extra = [{"step_rewards": [[0.5, 0.25], [0.25]]}, {}]
+    found = acting.reward_steps(torch.tensor([2.0, -3.0]), extra, turns, mask, dim=dim)
+    assert found.tolist() == wanted
+
+
+def test_equal_scores_stay_equal_where_their_parts_are_not_exact() -> None:
+    turns = torch.tensor([[0] * 6] * 2)
+    extra = [{"step_rewards": [[0.1, 0.2, 0.3]]}, {"step_rewards": [[0.3, 0.1, 0.2]]}]
+    found = acting.reward_steps(torch.tensor([0.6, 0.6]), extra, turns, torch.ones(2, 6), dim=2).double()
+    first, second = found.sum(dim=1).tolist()
+    assert first == second == pytest.approx(0.6, abs=1e-6)
+
+
 def embedded(frames: list[list[str]], embedder: Any, valid: list[bool] | None = None) -> dict[str, Any]:
     valid = valid or [True] * len(frames)
     work: Any = acting.embed_episodes(

@@ -77,6 +77,14 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
         find_shape("qwen2.5-7bb", None)
 
 
+@pytest.mark.parametrize(("value", "threads"), [("1", 1), ("2,1", 2), ("", None), ("many", None), ("0", None)])
+def test_the_environment_limits_the_threads_of_a_cpu(
+    value: str, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert find_device("cpu").threads == threads and find_device("h100").threads is None
+
+
 def test_devices_are_found_by_their_own_name_and_by_that_of_torch() -> None:
     assert find_device("h100") == find_device("NVIDIA H100 80GB HBM3")
     assert find_device("NVIDIA A100-SXM4-80GB").bandwidth == 2039e9

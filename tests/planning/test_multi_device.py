@@ -249,6 +249,7 @@ def test_fewer_devices_than_pipelines_are_refused() -> None:
 SHARED = st.lists(st.tuples(st.sampled_from([grpo, ppo, two_parts]), SIZES), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(SHARED, st.integers(1, 3), st.integers(4, 8), st.sampled_from(["even", "param_aware"]))
 def test_each_of_several_pipelines_has_the_plan_that_it_has_alone_on_as_many_devices(
@@ -511,6 +512,7 @@ def engines_together(bound_pipeline: BoundPipeline) -> list[set[str]]:
     return found
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None)
 @given(pipelines(), st.integers(1, 3), st.integers(1, 6), SIZES, st.sampled_from(["even", "param_aware"]))
 def test_any_program_is_placed_whole_on_any_cluster_that_is_large_enough(

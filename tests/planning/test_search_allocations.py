@@ -84,6 +84,7 @@ class Cluster:
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, 3, 4])
 @pytest.mark.parametrize("preset", ["grpo", "async_grpo"])
 def test_the_best_is_the_best_of_all(preset: str, num_devices: int) -> None:

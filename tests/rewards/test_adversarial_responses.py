@@ -50,11 +50,13 @@ def test_a_reward_that_pays_for_no_work_is_found(kind: str, tmp_path: Path) -> N
     assert all(line.startswith("rows:") and "got 1" in line for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["math.reward:compute_result", "text_rewards:exact_match"])
 def test_a_built_in_pays_for_no_such_response(name: str) -> None:
     assert found_by(f"distflow.rewards.{name}", [row._replace(prompt="How many are there?") for row in ROWS]) == []
 
 
+@pytest.mark.slow
 def test_choices_and_what_is_no_number_are_tried(tmp_path: Path) -> None:
     row = ROWS[0]._replace(ground_truth="C", prompt="Which is right?")
     (line,) = found_in(

@@ -67,6 +67,7 @@ def test_else_it_is_no_verdict(acc: object) -> None:
         read_score({"score": 1.0, "acc": acc})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("functions", "right", "wrong"),
     [

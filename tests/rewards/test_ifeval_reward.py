@@ -313,6 +313,7 @@ def test_sentences_are_those_of_nltk_with_its_own_model():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("piece", "name"),
     [

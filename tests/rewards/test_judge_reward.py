@@ -223,6 +223,7 @@ def test_options_that_cannot_be(runner, server, options, message):
     assert server.asked == []
 
 
+@pytest.mark.slow
 def test_a_group_waits_together_in_its_process_and_a_silent_endpoint_is_a_timeout(server):
     """Each answer gets its own verdict, whichever comes first; one that never comes delays no other. The endpoint gives
     none before all are asked for."""

@@ -18,6 +18,7 @@ BUILTIN = [name for name in REWARDS if name not in (*NOT_KNOWN, *NOT_HERE)]
 SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
 
 
+@pytest.mark.slow
 def test_every_built_in_has_good_and_bad_cases_and_passes_them():
     assert all(len({case.expected for case in known_cases(name)}) > 1 for name in BUILTIN)
     with make_router({"default": [(name, 1.0) for name in BUILTIN]}, **SETTINGS) as router:

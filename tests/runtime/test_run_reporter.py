@@ -13,7 +13,7 @@ from distflow.errors import TrustError, UserError
 from distflow.observe.report.build import report_data
 from distflow.observe.run_reader import read_events, read_samples, sample_splits, sample_steps
 from distflow.observe.writing.run_folder import RunFolder
-from distflow.runtime.run_reporter import MAX_DROPPED, Recorder, ReportingProcess, reported
+from distflow.runtime.run_reporter import Recorder, ReportingProcess, reported
 from distflow.runtime.spec import Spec
 from tests.e2e.runs import Playground
 from tests.runtime.groups import group
@@ -136,16 +136,16 @@ def test_a_report_that_cannot_be_written_hides_no_error(spec: Spec, tmp_path: Pa
 
 def test_responses_of_groups_that_a_node_drops_are_kept_with_the_reason(spec: Spec, tmp_path: Path) -> None:
     with record(spec, tmp_path / "run") as recorder:
-        for number in range(MAX_DROPPED + 3):
+        for number in range(3):
             recorder.group_dropped(0, "all_equal", group(number))
         recorder.status = "finished"
     assert sample_splits(tmp_path / "run") == [] and sample_steps(tmp_path / "run", "dropped") == [1]
     rows = read_samples(tmp_path / "run", 1, "dropped")
-    assert {row["uid"] for row in rows} == {f"{number}-{i}" for number in range(MAX_DROPPED) for i in range(2)}
+    assert {row["uid"] for row in rows} == {f"{number}-{i}" for number in range(3) for i in range(2)}
     assert {row["dropped"] for row in rows} == {"all_equal"} and rows[0]["response"] == "r0"
     # Those of a worker that leads nothing are found too, and those of a start that was taken back are not.
     other = RunFolder(tmp_path / "run", 1, resumed_at=0, part=2)
-    other.samples(4, [{"uid": "9-0"}], split="dropped", append=True)
+    other.samples(4, [{"uid": "9-0"}], split="dropped")
     other.event("start", "", resumed_at=0)
     other.close()
     assert sample_steps(tmp_path / "run", "dropped") == [1, 4]

@@ -14,7 +14,7 @@ from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.launch.build_worker import build_worker
 from distflow.launch.one_process_launcher import launch_local, local_ports
-from distflow.observe.run_reader import read_metrics
+from distflow.observe.run_reader import read_metrics, read_samples, sample_steps
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore, Writing
 from distflow.runtime.checkpoint.files import read_manifest
 from distflow.runtime.early_stop_and_signals import StopRequest
@@ -60,8 +60,8 @@ def test_the_best_checkpoint_is_compared_by_a_validation_of_its_own_weights(grou
 
 def test_a_step_has_the_same_number_in_every_file(ground: Playground) -> None:
     folder = ground.run("grpo", *CHEAP, "trainer.total_epochs=1").folder
-    samples = {int(path.stem): _lines(path) for path in (folder / "samples").glob("*.jsonl")}
-    groups = {step: {int(row["uid"].partition("-")[0]) for row in rows} for step, rows in samples.items()}
+    samples = {step: read_samples(folder, step) for step in sample_steps(folder)}
+    groups = {step: {int(str(row["uid"]).partition("-")[0]) for row in rows} for step, rows in samples.items()}
     records = [record for _, record in timeline(folder / "ledger.jsonl")]
     consumed = {record["step"]: set(record["group_ids"]) for record in records if record["kind"] == "consumed"}
     assert list(consumed) == steps(folder, "train") == [1, 2, 3] and consumed == groups
@@ -76,10 +76,10 @@ def test_a_step_has_the_same_number_in_every_file(ground: Playground) -> None:
         assert [span["what"] for span in training].count("update_weights") == 1
 
 
-def _lines(path: Path, step: int | None = None) -> list[dict[str, Any]]:
-    """The objects of a file, or those of a step."""
+def _lines(path: Path, step: int) -> list[dict[str, Any]]:
+    """The objects of a file that are of a step."""
     found = [json.loads(line) for line in path.read_text().splitlines()]
-    return found if step is None else [{"group_id": None, **line} for line in found if line["step"] == step]
+    return [{"group_id": None, **line} for line in found if line["step"] == step]
 
 
 @pytest.mark.parametrize(

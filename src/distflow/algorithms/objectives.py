@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss, logsigmoid
 
+from distflow.algorithms.advantages.group_estimator_base import action_index, sum_by_turn
 from distflow.algorithms.kl import check_token_kl_type, kl_estimate
 from distflow.algorithms.masked_reductions import (
     as_stat,
@@ -67,6 +68,9 @@ def _loss(error: Tensor, value_loss: ValueLoss, huber_delta: float) -> Tensor:
 Counts = dict[str, float]
 Sums = dict[str, Tensor | float]
 
+_BY_UNIT = {"advantages", "loss_mask", "old_log_probs"}
+"""Columns that a loss over actions or chunks may read."""
+
 # Sums with this prefix are over tokens and become means; the others are shares of the mini-batch and add up.
 _PER_TOKEN = "token/"
 
@@ -102,7 +106,9 @@ class PolicyObjective(_Objective):
     batch without `old_log_probs` uses the current ones, detached. correction: weights the loss by proximal (or current)
     log-probs over `rollout_log_probs`. off_policy_mask_threshold: of `off_policy_sequence_mask`, or None. actor: the
     numbers that a loss with verl's signature receives as its `config`. domains: the objective whose policy loss applies
-    to the rows of a domain, by its name; its other terms are not used. Raises ValueError for an unknown loss, option,
+    to the rows of a domain, by its name; its other terms are not used. logprob_level: what the policy loss counts:
+    tokens, actions of `action_dim` tokens, or chunks of actions (turns). The log-prob of an action or a chunk is the
+    sum over its tokens under the mask, and its advantage their mean. Raises ValueError for an unknown loss, option,
     mode or KL type, an invalid option, or a missing `loss_scale_factor` that the mode needs.
     """
 
@@ -124,6 +130,8 @@ class PolicyObjective(_Objective):
     off_policy_mask_threshold: float | None = None
     actor: Mapping[str, object] = field(default_factory=dict)
     domains: Mapping[str, "PolicyObjective"] = field(default_factory=dict)
+    logprob_level: str = "token"
+    action_dim: int = 1
 
     def __post_init__(self) -> None:
         check_scale(self.loss_agg_mode, self.loss_scale_factor)
@@ -134,6 +142,12 @@ class PolicyObjective(_Objective):
         threshold = self.off_policy_mask_threshold
         if threshold is not None and not threshold > 0:
             raise ValueError(f"off_policy_mask_threshold must be positive (nats a token, e.g. 0.5), not {threshold}")
+        more = {*self.policy_loss.reads, *self.policy_loss.optional} - _BY_UNIT or self.policy_loss.returns_scalar
+        if self.logprob_level != "token" and more:
+            raise ValueError(
+                f"policy loss '{self.policy_loss.name}' is of tokens alone: set actor_rollout_ref.actor.policy_loss="
+                f"vanilla, or algorithm.logprob_level=token instead of {self.logprob_level}"
+            )
         self._anchor = "prox_log_probs" if "prox_log_probs" in self.policy_loss.reads else "old_log_probs"
         self.scalar_loss: ScalarLossAdapter | None = None
         if self.policy_loss.returns_scalar:
@@ -164,7 +178,8 @@ class PolicyObjective(_Objective):
         if self.derives_old:
             own = tuple(name for name in own if name != "old_log_probs")
         others = ("domain", *(name for each in self.domains.values() for name in each.reads)) if self.domains else ()
-        return tuple(dict.fromkeys((*own, "loss_mask", *extra, *weights, *masked, *weighed, *others)))
+        turns = ("turn_index",) if self.logprob_level != "token" else ()
+        return tuple(dict.fromkeys((*own, "loss_mask", *turns, *extra, *weights, *masked, *weighed, *others)))
 
     @property
     def optional(self) -> tuple[str, ...]:
@@ -173,6 +188,13 @@ class PolicyObjective(_Objective):
         old = ("old_log_probs",) if self.derives_old else ()
         others = [name for each in self.domains.values() for name in each.optional if name not in self.reads]
         return tuple(dict.fromkeys((*self.policy_loss.optional, *weights, *old, *others)))
+
+    def counts(self, batch: Batch) -> Counts:
+        """Also `units`: actions or chunks with a token under `loss_mask`, unless it counts tokens."""
+        found, mask = super().counts(batch), batch["loss_mask"]
+        if self.logprob_level == "token":
+            return found
+        return found | {"units": float((sum_by_turn(torch.ones_like(mask), self._units(batch, mask)) > 0).sum())}
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         """The micro-batch's share of the loss, and of the sums that `finish` reads.
@@ -225,6 +247,28 @@ class PolicyObjective(_Objective):
         self, log_probs: Tensor, micro: Batch, fields: Mapping[str, Tensor], counts: Counts
     ) -> tuple[Tensor, Sums]:
         """The policy loss's share, and its sums."""
+        if self.logprob_level == "token":
+            return self._term(log_probs, micro, fields, counts)
+        mask, units = fields["loss_mask"], self._units(micro, fields["loss_mask"])
+        columns = {"log_probs": log_probs, **fields, "loss_mask": torch.ones_like(mask)}
+        summed = {name: sum_by_turn(column, units) for name, column in columns.items()}
+        summed["advantages"] = summed["advantages"] / summed["loss_mask"].clamp(min=1)
+        own = {name: column.to(columns[name].dtype) for name, column in summed.items()}
+        of_units = {**counts, "tokens": counts["units"]}
+        loss, sums = self._term(own.pop("log_probs"), micro, own, of_units)
+        size = counts["tokens"] / max(counts["units"], 1.0)  # statistics are means over units
+        return loss, {name: value * size if name.startswith(_PER_TOKEN) else value for name, value in sums.items()}
+
+    def _units(self, micro: Batch, mask: Tensor) -> Tensor:
+        """The number of each token's action or chunk in its sample, -1 outside the mask."""
+        turns = micro["turn_index"]
+        return torch.where(
+            mask > 0, action_index(turns, self.action_dim) if self.logprob_level == "action" else turns, -1
+        )
+
+    def _term(
+        self, log_probs: Tensor, micro: Batch, fields: Mapping[str, Tensor], counts: Counts
+    ) -> tuple[Tensor, Sums]:
         mask = fields["loss_mask"]
         correction, measured = self._weights(log_probs, micro, fields)
         if self.scalar_loss is not None:

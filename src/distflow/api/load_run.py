@@ -12,8 +12,8 @@ from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import JSON, read_object
 from distflow.observe.metrics import headlines
 from distflow.observe.report.summary_sentences import REWARD, accuracies, status
+from distflow.observe.sample_files import DROPPED
 from distflow.observe.sanitized_output import escape_control
-from distflow.observe.writing.run_folder import DROPPED
 from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file
 
 if TYPE_CHECKING:

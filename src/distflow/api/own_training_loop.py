@@ -363,7 +363,7 @@ class Rollouts:
         try:
             part = running.worker.take(wanted, None if timeout is None else time.monotonic() + timeout)
         except KeyboardInterrupt:  # a thread may still be waiting for this call, and would take groups meant for later
-            running.intake.fail(UserError("a wait for groups was interrupted: leave the rollouts and enter new ones"))
+            running.intake.fail(UserError("a wait for groups was interrupted: call distflow.rollouts again"))
             raise
         if part is None:
             return None

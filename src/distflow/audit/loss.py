@@ -276,7 +276,10 @@ def _check_reported(recorded: RecordedStep, update: UpdateRecord, batch: MiniBat
         elif own_losses(recorded.config):
             pass  # statistics of a ratio are of the domains whose loss has one
         elif "old_log_probs" in batch.columns and loss and loss.name in ("vanilla", "gspo", "cispo"):
-            expected |= _of_ratios(batch, {**vars(actor), **actor.policy_loss_kwargs}, loss.name, update.metrics)
+            tokens, _ = _counted(recorded.config, batch, batch.outputs["log_probs"])
+            gap = (batch.outputs["log_probs"] - batch.columns["old_log_probs"])[counted]
+            expected["log_ratio_abs"] = float(gap.abs().mean())
+            expected |= _of_ratios(tokens, {**vars(actor), **actor.policy_loss_kwargs}, loss.name, update.metrics)
     for name, (found, value) in update.sums.items():
         if not abs(found - value) <= LIMIT * abs(value) + FLOOR:
             raise Wrong(
@@ -296,14 +299,14 @@ def _check_reported(recorded: RecordedStep, update: UpdateRecord, batch: MiniBat
 
 
 def _of_ratios(
-    batch: MiniBatch, options: Mapping[str, Any], name: str, reported: Mapping[str, float]
+    tokens: Tokens, options: Mapping[str, Any], name: str, reported: Mapping[str, float]
 ) -> dict[str, float]:
     """Statistics of the ratio to the old policy. If rounding decides whether a token is clipped, either counts."""
-    gap, advantages = (batch.outputs["log_probs"] - batch.columns["old_log_probs"])[batch.counted], batch.columns
-    found = {"ppo_kl": float(-gap.mean()), "log_ratio_abs": float(gap.abs().mean())}
+    gap, own = tokens.now - tokens.old, tokens.advantages
+    found = {"ppo_kl": float(-gap.mean())}
     if name != "vanilla":
         return found
-    own, (low, high), most = advantages["advantages"][batch.counted], bounds(options), options["clip_ratio_c"]
+    (low, high), most = bounds(options), options["clip_ratio_c"]
     shares, lower = list[float](), list[float]()
     for moved in (-KINK, 0.0, KINK):
         ratio = ratio_to(gap, torch.zeros_like(gap)) * math.exp(moved)
@@ -432,8 +435,8 @@ def _policy_loss(
     actor, counted = config.actor_rollout_ref.actor, batch.counted
     if not bool(counted.any()):
         return torch.zeros((), dtype=torch.float64)
-    columns = {name: column[counted] for name, column in batch.columns.items()}
-    tokens = Tokens(outputs["log_probs"][counted], columns, batch.sample[counted])
+    tokens, batch = _counted(config, batch, outputs["log_probs"])
+    columns = tokens.columns
     known = {"step": recorded.step, "correction": config.algorithm.rollout_correction}
     loss = formula(tokens, {**vars(actor), **known, **actor.policy_loss_kwargs})
     if "rollout_is_weights" in columns:
@@ -445,6 +448,22 @@ def _policy_loss(
         gap = tokens.mean(columns["rollout_log_probs"] - tokens.now.detach())
         loss = torch.where((tokens.advantages < 0) & (gap > most), 0.0, loss)
     return aggregate(loss, batch, actor.loss_agg_mode, _scale(config), every_row=actor.policy_loss == "gmpo")
+
+
+def _counted(config: Config, batch: MiniBatch, log_probs: Tensor) -> tuple[Tokens, MiniBatch]:
+    """The tokens that count, or with `algorithm.logprob_level` the actions or chunks; and the batch of these."""
+    counted, level = batch.counted, config.algorithm.logprob_level
+    columns = {name: column[counted] for name, column in batch.columns.items()}
+    tokens = Tokens(log_probs[counted], columns, batch.sample[counted])
+    if level == "token":
+        return tokens, batch
+    from distflow.audit.acting.levels import by_unit, dim_of, units_of  # no other run imports it
+
+    turns = (sample["turn_index"] for sample in batch.samples)
+    tokens = by_unit(tokens, units_of(turns, counted, dim_of(config, level)))
+    totals = {**batch.totals, "tokens": batch.totals["units"]}
+    all_count = torch.ones_like(tokens.sample, dtype=torch.bool)
+    return tokens, replace(batch, sample=tokens.sample, counted=all_count, totals=totals)
 
 
 def _kl(difference: Tensor, kind: str) -> Tensor:

@@ -199,6 +199,14 @@ class Stripe:
         return self.own
 
 
+def _num_units(batch: Batch, dim: int) -> int:
+    """Actions of `dim` tokens, or chunks if it is 0, with a token that counts."""
+    from distflow.audit.acting.levels import units_of  # no other run imports it
+
+    turns = batch.flat("turn_index").split(batch.lengths("response").tolist())
+    return len(units_of(turns, batch.flat("loss_mask") > 0, dim).unique())
+
+
 @dataclass
 class UpdateRecord:
     """One optimizer step. leftover: weights that had a gradient before it began. changed: what something else changed
@@ -257,6 +265,8 @@ class UpdateWatch:
         counted = batch.flat("loss_mask") > 0
         scored = torch.zeros(len(batch)).index_add(0, batch.rows(), counted.float())
         totals = {"rows": len(batch), "scored": int((scored > 0).sum()), "tokens": int(counted.sum())}
+        if getattr(loss, "logprob_level", "token") != "token":
+            totals["units"] = _num_units(batch, loss.action_dim if loss.logprob_level == "action" else 0)  # type: ignore[attr-defined]
         self.record.totals = _over_ranks({name: float(total) for name, total in totals.items()}, self._group)
         if not isinstance(engine, OpenEngine):
             return

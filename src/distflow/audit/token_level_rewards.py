@@ -68,6 +68,11 @@ def _on_tokens(recorded: RecordedStep, sample: Sample) -> list[float]:
         expected = [0.0] * len(sample["response_ids"])
     else:
         expected = (_of_turns(sample) if of_turns is None else of_turns).tolist()
+    if recorded.config.algorithm.reward_level != "token":
+        from distflow.audit.acting.levels import rewards_of_steps  # no other run imports it
+
+        of_steps = rewards_of_steps(recorded, sample, total)
+        expected = sample["token_level_scores"].tolist() if of_steps is None else of_steps
     if policy := [token for token, mask in enumerate(sample["response_mask"].tolist()) if mask > 0]:
         expected[policy[-1]] += total - sum(expected)
     return expected

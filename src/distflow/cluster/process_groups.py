@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.models.sharding import DATA, REPLICA, SHARD, TENSOR
+from distflow.observe.writing.timing import COLLECTIVE, RANKS, Waits
 from distflow.planning.plan import Axis, Layout, Part, Plan
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_place_and_dp_groups import Place, dp_group_layout
@@ -86,13 +87,14 @@ class ProcessGroups:
 
 class TorchCollective:
     """The `Collective` of a process group: tensors are reduced on their device, numbers in float64. `sum` and `max`
-    raise ValueError if the ranks' numbers have different names."""
+    raise ValueError if the ranks' numbers have different names. waits: where to record the time that calls take."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """group: None for the group of all ranks."""
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._group = group
+        self.waits = Waits()
         over_gloo = "gloo" in dist.get_backend_config(group)
         self._device = torch.device("cpu" if over_gloo else "cuda")  # NCCL cannot use host memory
 
@@ -105,7 +107,8 @@ class TorchCollective:
     def gather(self, value: Plain) -> list[Plain]:
         """See `Collective`. Uses pickle, since only the ranks themselves can write to the group."""
         everyone: list[Plain] = [value] * self.size
-        dist.all_gather_object(everyone, value, group=self._group)
+        with self.waits("training", COLLECTIVE, on=RANKS):
+            dist.all_gather_object(everyone, value, group=self._group)
         return everyone
 
     def _reduce(self, value: Reducible, op: dist.ReduceOp.RedOpType) -> Reducible:
@@ -137,7 +140,8 @@ class TorchCollective:
         return torch.tensor(values, dtype=torch.float64, device=self._device)
 
     def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        dist.all_reduce(tensor, op, group=self._group)
+        with self.waits("training", COLLECTIVE, on=RANKS):
+            dist.all_reduce(tensor, op, group=self._group)
         return tensor
 
 
@@ -150,6 +154,12 @@ class Collectives:
     dp_group: Collective
     data: Collective
     mesh: DeviceMesh | None
+
+    def record(self, waits: Waits) -> None:
+        """Record the waits for other ranks from now on."""
+        for each in (self.everyone, self.dp_group, self.data):
+            if isinstance(each, TorchCollective):
+                each.waits = waits
 
     @staticmethod
     def join(spec: Spec, place: Place, meeting: Path) -> "Collectives":

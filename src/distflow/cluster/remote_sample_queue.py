@@ -13,7 +13,7 @@ from typing import Any
 from distflow.cluster.actor_calls import Peer, future_of, reply, shortened
 from distflow.data.batch import Batch
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
-from distflow.observe.writing.timing import Waits
+from distflow.observe.writing.timing import RANKS, Waits
 from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime import fault_injection
 from distflow.runtime.early_stop_and_signals import Stop
@@ -143,7 +143,7 @@ class RemoteSampleQueue:
                 groups += more
             fault_injection.reach("queue.taken")
             batch, lost = self._read(taken, groups)
-            with self._waits("training", f"step {step + 1}", on="other ranks"):
+            with self._waits("training", f"step {step + 1}", on=RANKS):
                 whole = self._reply(self._coordinator.read.remote(step, self._first + rank, lost))
             if whole:
                 assert batch is not None, "no group of it is lost"
@@ -151,7 +151,7 @@ class RemoteSampleQueue:
 
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
         fault_injection.reach("release")
-        with self._waits("training", f"release of step {step + 1}", on="other ranks"):
+        with self._waits("training", f"release of step {step + 1}", on=RANKS):
             released: Released = reply(self._coordinator.release.remote(step, self._first + rank, sent_weights))
         self._stop.wanted = released.stopping
         return released

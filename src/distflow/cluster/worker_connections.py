@@ -34,6 +34,7 @@ class WorkerPorts:
     def build(self, among: Collectives, waits: Waits, rollout_workers: WeightReceivers | None) -> Ports:
         """rollout_workers: those that only generate, for the leading worker."""
         place = self._place
+        among.record(waits)
         weights: WeightPort = self.incoming_weights
         ready, reshard = None, None
         if place.dp_group:

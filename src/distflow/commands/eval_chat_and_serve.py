@@ -128,7 +128,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="keys of the config, e.g. data.system_prompt="
     )
-    parser.add_argument("--max-tokens", type=partial(at_least, 1), metavar="N", help="most tokens of a response (512)")
+    parser.add_argument("--max-tokens", type=partial(at_least, 1), metavar="N", help="limit of a response (512)")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy; default: as in the config")
     parser.add_argument("--plain", action="store_true", help="do not use the chat template: each line is a prompt")
 

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distflow.commands.arguments_and_run_folders import LEDGER, add_run_argument, add_trust_argument, find_run
 from distflow.errors import count_of
-from distflow.observe.crash_safe_files import bytes_left_out, to_number
+from distflow.observe.crash_safe_files import to_number
 from distflow.observe.sanitized_output import escape_control
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", help="a folder below RUN/bundles")
+    parser.add_argument("bundle", metavar="BUNDLE", help="a folder below RUN/bundles")
     add_trust_argument(parser, "the run imported, or that came with its model")
 
 
@@ -88,44 +88,57 @@ _short = partial(escape_control, limit=MAX_TEXT, one_line=True)
 def add_why_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_argument(parser)
     parser.add_argument("step", metavar="STEP", type=int, help="number of the step, counted from 1")
-
-
-def step_content(run_dir: Path, step: int) -> "StepContent":
-    """Raises UserError if the ledger has no such step."""
-    from distflow.observe.run_reader import read_samples
-    from distflow.observe.writing.run_folder import sample_file_name, samples_dir
-    from distflow.scheduling.lineage import step_lineage
-
-    lineage = step_lineage(run_dir / LEDGER, step)
-    responses = _by_group(read_samples(run_dir, step, max_bytes=_MAX_SAMPLE_BYTES))
-    head = _head(lineage, run_dir)
-    if lineage.consumed_at is not None and not responses:
-        name = sample_file_name(step, "train")
-        head.append(f"scores and reward parts are missing: samples/{name} is missing, empty or rolled back")
-    if bytes_left_out(samples_dir(run_dir, "train") / sample_file_name(step, "train"), _MAX_SAMPLE_BYTES):
-        head.append("the file of the step's samples is too long: scores of its first samples are missing")
-    reasons = Counter(_short(group.reason or "") for group in lineage.dropped)
-    dropped = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "none"
-    groups = [_group_row(group, lineage, responses) for group in lineage.groups]
-    return StepContent(
-        lineage, responses, head, groups, f"dropped meanwhile: {dropped}", list(map(_dropped_row, lineage.dropped))
-    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 class StepContent(NamedTuple):
-    """What a step was made of. head: sentences. groups, dropped: rows of tables. dropped_note: a title."""
+    """What a step was made of. head: sentences. groups, dropped: rows of tables. dropped_note: a title. damage: of the
+    samples' files."""
 
     lineage: "StepLineage"
     responses: Mapping[int, "Responses"]
+    invoice: dict[str, Any]
     head: list[str]
     groups: list[dict[str, str]]
     dropped_note: str
     dropped: list[dict[str, str]]
+    damage: list[str]
+
+
+def step_content(run_dir: Path, step: int) -> StepContent:
+    """Raises UserError if the ledger has no such step."""
+    from distflow.observe.report.doctor import read_charges
+    from distflow.observe.report.invoice import invoice_json, invoice_lines, price_of
+    from distflow.observe.run_reader import read_config, samples_and_damage
+    from distflow.observe.sample_files import SAMPLES, sample_file_name
+    from distflow.scheduling.lineage import step_lineage
+
+    lineage = step_lineage(run_dir / LEDGER, step)
+    rows, damage = samples_and_damage(run_dir, step, max_bytes=_MAX_SAMPLE_BYTES)
+    responses = _by_group(rows)
+    found, price = read_charges(run_dir, step), price_of(read_config(run_dir))
+    head = _head(lineage, run_dir) + [escape_control(line, one_line=True) for line in invoice_lines(found, price)]
+    if lineage.consumed_at is not None and not responses:
+        name = f"{SAMPLES}/{sample_file_name(step, 'train')}"
+        head.append(f"scores and reward parts are missing: {name} is missing, empty or rolled back")
+    head += [_short(each, limit=400) for each in damage]
+    groups = [_group_row(group, lineage, responses) for group in lineage.groups]
+    reasons = Counter(_short(group.reason or "") for group in lineage.dropped)
+    note = f"dropped meanwhile: {', '.join(f'{count} {reason}' for reason, count in reasons.most_common()) or 'none'}"
+    dropped = list(map(_dropped_row, lineage.dropped))
+    return StepContent(lineage, responses, invoice_json(found, price), head, groups, note, dropped, damage)
 
 
 def run_why(arguments: argparse.Namespace) -> int:
+    from distflow.commands.sql_show_and_diff import as_json
+
     content = step_content(find_run(arguments.run_dir), arguments.step)
     lineage, responses = content.lineage, content.responses
+    if arguments.json:
+        kinds = {"groups": lineage.groups, "dropped": lineage.dropped}
+        tables = {kind: [_json_row(group, responses) for group in own] for kind, own in kinds.items()}
+        print(as_json({"step": lineage.step, **tables, "invoice": content.invoice, "damage": content.damage}))
+        return 0
     lines = [*content.head, *_table("groups", content.groups), *_table(content.dropped_note, content.dropped)]
     if lineage.aborted:
         group_ids = ", ".join(map(str, lineage.aborted))
@@ -177,6 +190,12 @@ def _group_row(group: "GroupLineage", lineage: "StepLineage", responses: Mapping
         "score": _mean(response.get("score") for response in scored),
         "reward parts": _reward_parts(scored),
     }
+
+
+def _json_row(group: "GroupLineage", responses: Mapping[int, "Responses"]) -> dict[str, object]:
+    fields = ("group_id", "state", "domain", "epoch", "row", "version", "tokens", "reason")
+    scores = [to_number(response.get("score")) for response in responses.get(group.group_id, ())]
+    return {**{name: getattr(group, name) for name in fields}, "scores": scores}
 
 
 def _dropped_row(group: "GroupLineage") -> dict[str, str]:

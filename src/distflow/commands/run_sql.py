@@ -10,17 +10,16 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distflow.errors import UserError
 from distflow.observe import run_reader
-from distflow.observe.crash_safe_files import JSON, encode, iter_records, read_object
-from distflow.observe.report.doctor import examine, records_of
+from distflow.observe.crash_safe_files import read_object
+from distflow.observe.report.doctor import examine, read_charges, records_of
 from distflow.observe.report.summary_sentences import PROBLEM_KINDS
-from distflow.observe.writing.run_folder import DROPPED
-from distflow.untrusted_files import MAX_LINE_BYTES, open_file
+from distflow.observe.sample_files import COLUMNS, is_torn, write_sample_file
 
 if TYPE_CHECKING:
     import duckdb
@@ -31,7 +30,6 @@ Row = tuple[object, ...]
 
 MAX_ROWS, MAX_S = 10_000, 5.0
 _MAX_MEMORY = "2GB"
-_SAMPLE_FILE = re.compile(r"(?:(.+)-)?(\d{6,18})(?:\.\d+)?\.jsonl")
 _TOKENS_FILE = re.compile(r"(\d{6,18})(?:\.\d+)?\.safetensors")
 _TOKEN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "versions")
 
@@ -42,6 +40,7 @@ VIEWS: dict[str, str] = {
     + ", ".join(f"{name.removesuffix('s')} DOUBLE" for name in _TOKEN_COLUMNS),
     "spans": "run VARCHAR, actor VARCHAR, t0 DOUBLE, t1 DOUBLE, kind VARCHAR, what VARCHAR, step BIGINT, "
     "group_id BIGINT, version BIGINT, waits_for VARCHAR, restart BIGINT",
+    "invoice": "run VARCHAR, step BIGINT, device BIGINT, kind VARCHAR, cause VARCHAR, seconds DOUBLE",
     "groups": "run VARCHAR, group_id BIGINT, state VARCHAR, step BIGINT, epoch BIGINT, data_row BIGINT, "
     "domain VARCHAR, version BIGINT, tokens BIGINT, attempts BIGINT, worker VARCHAR, started DOUBLE, "
     "completed DOUBLE, ended DOUBLE, reason VARCHAR",
@@ -50,27 +49,22 @@ VIEWS: dict[str, str] = {
     "action VARCHAR",
     "config": "run VARCHAR, key VARCHAR, value VARCHAR, source VARCHAR",
 }
-"""The views and their columns; those of `samples` are `_SAMPLES`."""
+"""The views and their columns; those of `samples` are the run and those of its files."""
 
-_TEXTS = ("uid", "prompt", "response", "ground_truth", "finish_reason", "domain", "dropped")
-_NUMBERS = ("score", "acc", "advantage", "masked", "prompt_length", "response_length")
-_STRUCTURES = ("reward_parts", "errors", "versions", "extra", "conversation")
-_SAMPLES = """create view samples as select f.run, f.step, f.split, {texts},
-    try_cast(split_part(r.uid, '-', 1) as bigint) as group_id, {numbers}, {structures},
-    coalesce(r.restart, 0) as restart
-    from read_json('{folder}/*.jsonl', format='newline_delimited', ignore_errors=true, filename=true,
-        maximum_object_size={most}, columns={{{columns}}}) r
+_SAMPLES = """create view samples as select f.run, f.step, f.split, {columns}
+    from read_parquet('{folder}/*.parquet', union_by_name=true, filename=true) r
     join files f on f.file = parse_filename(r.filename, true)
-    where (r.uid is not null or r.response is not null) and coalesce(r.restart, 0) >= f.least_restart"""
+    where coalesce(try_cast(r.restart as bigint), 0) >= f.least_restart"""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The rows of a query. is_cut: whether there are more."""
+    """The rows of a query. is_cut: whether there are more. damage: what is missing of the files."""
 
     columns: list[str]
     rows: list[Row]
     is_cut: bool
+    damage: tuple[str, ...] = ()
 
     def records(self) -> list[dict[str, object]]:
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
@@ -90,14 +84,13 @@ def query_runs(run_dirs: Sequence[Path], query: str, max_rows: int = MAX_ROWS, m
         try:
             _check_statement(connection, query)
             connection.execute(f"set memory_limit='{_MAX_MEMORY}'")
-            for name in VIEWS:
-                if re.search(rf"\b{name}\b", query, re.IGNORECASE):
-                    _add_view(connection, name, _named(run_dirs), Path(folder))
+            named = [name for name in VIEWS if re.search(rf"\b{name}\b", query, re.IGNORECASE)]
+            damage = [s for name in named for s in _add_view(connection, name, _named(run_dirs), Path(folder))]
             _allow(connection, Path(folder))
             for setting in ("temp_directory=''", "enable_external_access=false"):
                 connection.execute(f"set {setting}")
             connection.execute("set lock_configuration=true")
-            return _ask(connection, query, max_rows, max_s)
+            return replace(_ask(connection, query, max_rows, max_s), damage=tuple(damage))
         except duckdb.InterruptException as error:
             raise UserError(f"the query took more than {max_s:g} s: narrow it, or allow more with --seconds") from error
         except duckdb.Error as error:
@@ -138,12 +131,13 @@ def _named(run_dirs: Sequence[Path]) -> dict[str, Path]:
     return {name if names.count(name) == 1 else str(path): path for name, path in zip(names, run_dirs, strict=True)}
 
 
-def _add_view(connection: "duckdb.DuckDBPyConnection", name: str, runs: Mapping[str, Path], folder: Path) -> None:
+def _add_view(connection: "duckdb.DuckDBPyConnection", name: str, runs: Mapping[str, Path], folder: Path) -> list[str]:
+    """Returns a sentence for each damaged file."""
     if name == "samples":
-        _add_samples(connection, runs, folder)
-        return
+        return _add_samples(connection, runs, folder)
     columns = VIEWS[name].split(", ")
     _fill(connection, name, columns, [(run, *row) for run, path in runs.items() for row in _ROWS[name](path)])
+    return []
 
 
 def _fill(connection: "duckdb.DuckDBPyConnection", name: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
@@ -167,59 +161,27 @@ def _plain(value: object) -> object:
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
-def _add_samples(connection: "duckdb.DuckDBPyConnection", runs: Mapping[str, Path], folder: Path) -> None:
+def _add_samples(connection: "duckdb.DuckDBPyConnection", runs: Mapping[str, Path], folder: Path) -> list[str]:
+    """Returns a sentence for each damaged file, which is left out."""
     files: list[Row] = []
-    (folder / "none.jsonl").touch()  # the pattern must match a file
+    damage = []
+    write_sample_file(folder / "none.parquet", (), 0, "")  # the pattern must match a file, and a column be somewhere
     for run, path in runs.items():
         timeline = run_reader.read_timeline(path, None)
-        for file in sorted(file for name in ("samples", DROPPED) for file in (path / name).glob("*.jsonl")):
-            if (found := _SAMPLE_FILE.fullmatch(file.name)) and _link(file, path, folder / f"{len(files)}.jsonl"):
-                split = DROPPED if file.parent.name == DROPPED else found[1] or "train"
-                least = max((later for later, k in timeline.kept_until.items() if int(found[2]) > k), default=0)
-                files.append((str(len(files)), run, int(found[2]), split, least))
+        for file, split, step in run_reader.sample_files(path):
+            with suppress(UserError):  # it cannot be read, or leads out of the run's folder
+                if is_torn(file, path):
+                    damage.append(f"{file} is damaged: its samples are missing here")
+                    continue
+                (folder / f"{len(files)}.parquet").symlink_to(file.resolve())
+                least = max((later for later, k in timeline.kept_until.items() if step > k), default=0)
+                files.append((str(len(files)), run, step, split, least))
     columns = ["file VARCHAR", "run VARCHAR", "step BIGINT", "split VARCHAR", "least_restart BIGINT"]
     _fill(connection, "files", columns, files)
-    kinds = {
-        **dict.fromkeys(_TEXTS, "VARCHAR"),
-        **dict.fromkeys((*_NUMBERS, *_STRUCTURES), "JSON"),
-        "restart": "BIGINT",
-    }
-    connection.execute(
-        _SAMPLES.format(
-            folder=folder,
-            most=MAX_LINE_BYTES,
-            columns=", ".join(f"{name}: '{kind}'" for name, kind in kinds.items()),
-            texts=", ".join(f"r.{name}" for name in _TEXTS),
-            numbers=", ".join(f"try_cast(r.{name}->>'$' as double) as {name}" for name in _NUMBERS),
-            structures=", ".join(f"r.{name}" for name in _STRUCTURES),
-        )
-    )
-
-
-def _link(file: Path, run_dir: Path, link: Path) -> bool:
-    """Let DuckDB read the file. It skips lines with half a surrogate pair or with wrong UTF-8, so a file that has any
-    is copied with what Python reads of it. False if it cannot be read, or leads out of the run's folder."""
-    try:
-        with open_file(file, run_dir) as opened:
-            data = opened.read()
-        data.decode()
-    except OSError:
-        return False
-    except UnicodeDecodeError:
-        data = b"\\ud"
-    if b"\\ud" not in data.lower():
-        link.symlink_to(file.resolve())
-        return True
-    with link.open("wb") as copy:
-        for record in filter(None, iter_records(file, None, run_dir)):
-            copy.write(encode(_readable(record)) + b"\n")
-    return True
-
-
-def _readable(value: JSON) -> Any:
-    if isinstance(value, dict):
-        return {str(_plain(key)): _readable(item) for key, item in value.items()}
-    return [_readable(item) for item in value] if isinstance(value, list) else _plain(value)
+    kinds = {"text": "varchar", "number": "double", "whole": "bigint", "json": "json"}
+    listed = [f"try_cast(r.{name} as {kinds[kind]}) as {name}" for name, (kind, _) in COLUMNS.items()]
+    connection.execute(_SAMPLES.format(folder=folder, columns=", ".join(listed[2:])))
+    return damage
 
 
 def _metrics(run_dir: Path) -> Iterator[Row]:
@@ -304,6 +266,7 @@ _ROWS: Mapping[str, Callable[[Path], Iterable[Row]]] = {
     "metrics": _metrics,
     "tokens": _tokens,
     "spans": _spans,
+    "invoice": read_charges,
     "groups": _groups,
     "versions": _versions,
     "findings": _findings,

@@ -14,8 +14,8 @@ from typing import Any, TypeGuard
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON, encode, parse_object
 from distflow.observe.report.samples import SampleGroup, sample_groups
-from distflow.observe.run_reader import RIGHT, Timeline, read_samples, read_timeline, sample_splits, sample_steps
-from distflow.observe.writing.run_folder import DROPPED
+from distflow.observe.run_reader import RIGHT, Timeline, read_samples, read_timeline, sample_files
+from distflow.observe.sample_files import SAMPLES
 
 ROWS_OF_PAGE = 20
 _MAX_SHOWN, _WHOLE_TEXT, _MAX_DOMAINS = 160, 1_000_000, 200
@@ -82,9 +82,8 @@ class SamplesIndex:
         """Begin to read what is new, and wait a little for it. Returns what changes when more was read."""
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
-                folders = [path for name in ("samples", DROPPED) if (path := self._run_dir / name).is_dir()]
-                timeline = read_timeline(self._run_dir)
-                seen = (timeline, [path.stat().st_mtime_ns for path in folders])
+                folder, timeline = self._run_dir / SAMPLES, read_timeline(self._run_dir)
+                seen = (timeline, folder.stat().st_mtime_ns if folder.is_dir() else 0)
                 if seen != self._seen:
                     if isinstance(self._seen, tuple) and self._seen[0] != timeline:  # a resume took steps back
                         self._read.clear()
@@ -98,9 +97,8 @@ class SamplesIndex:
 
     def _files(self) -> list[tuple[str, int]]:
         """The splits and steps that have sample files, the last steps first."""
-        splits = (*sample_splits(self._run_dir), DROPPED)
-        found = [(split, step) for split in splits for step in sample_steps(self._run_dir, split)]
-        return sorted(found, key=lambda each: -each[1])
+        found = {(split, step) for _, split, step in sample_files(self._run_dir)}
+        return sorted(found, key=lambda each: (-each[1], each[0]))
 
     def _fill(self, timeline: Timeline) -> None:
         files, connection = self._files(), self._connection.cursor()

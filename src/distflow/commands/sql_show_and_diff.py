@@ -32,8 +32,8 @@ from distflow.observe.run_reader import (
     sample_splits,
     sample_steps,
 )
+from distflow.observe.sample_files import DROPPED
 from distflow.observe.sanitized_output import escape_control
-from distflow.observe.writing.run_folder import DROPPED
 from distflow.untrusted_files import check_file
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def add_sql_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON list of objects, whole texts included")
     form.add_argument("--csv", action="store_true", help="print CSV, whole texts included")
-    parser.add_argument("--rows", type=lambda text: at_least(1, text), default=10_000, help="at most so many (10000)")
-    parser.add_argument("--seconds", type=lambda text: at_least(1, text), default=5, help="at most so long (5)")
+    parser.add_argument("--rows", type=lambda text: at_least(1, text), default=10_000, help="limit of rows (10000)")
+    parser.add_argument("--seconds", type=lambda text: at_least(1, text), default=5, help="time limit (5)")
 
 
 def run_sql(arguments: argparse.Namespace) -> int:
@@ -64,6 +64,8 @@ def run_sql(arguments: argparse.Namespace) -> int:
         print(_as_csv(answer), end="")
     else:
         print("\n".join(_as_table(answer)))
+    for said in answer.damage:
+        print(escape_control(said, one_line=True), file=sys.stderr)
     if answer.is_cut:
         print(f"only the first {count_of(arguments.rows, 'row')} of more: --rows raises this", file=sys.stderr)
     return 0

@@ -84,7 +84,7 @@ class Engine:
         row = min(self.rows, key=lambda row: (-_num_continued(prompt, row.calls), row.num_asked))
         row.chat.turns += 1
         row.num_asked += 1
-        with row.chat.clock_stopped():
+        with row.chat.clock_stopped(""):
             await row.turn.acquire()
         try:
             return await _respond(row.chat, row.calls, prompt, gconfig)

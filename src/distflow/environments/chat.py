@@ -75,10 +75,11 @@ class Chat:
     reply; a workflow may set another one, which the sample then has. templated: whether text becomes messages of the
     tokenizer's chat template; otherwise its tokens are appended directly. counts: by the name of a metric, which sums
     them over episodes. sampling: how the policy draws; empty in validation. version: of the weights at the start.
-    clock_stopped: inside, time does not count for the episode's deadline, for waits with their own deadlines. forked:
-    called with each fork. name: empty for the episode's first conversation, else the numbers of the forks leading to
-    this one, "2.1". why: a fork began: "forked", "rewritten", or for an agent's call (see `Conversations`).
-    conversations: all of the episode, including this one; the one with the last reply is the last. agent: the
+    clock_stopped: inside, time does not count for the episode's deadline, for waits with their own deadlines. Its
+    argument names what is waited for; without one it is the environment. forked: called with each fork. name: empty for
+    the episode's first conversation, else the numbers of the forks leading to this one, "2.1". why: a fork began:
+    "forked", "rewritten", or for an agent's call (see `Conversations`). conversations: all of the episode, including
+    this one; the one with the last reply is the last. agent: the
     conversation's agent, if the episode has several. max_tokens, stop: of each of its replies, besides those of the
     call. waiting: whether it waits for a reply. image_store: the folder of the images that it shows.
     """
@@ -96,7 +97,7 @@ class Chat:
     counts: Counter[str] = field(default_factory=Counter)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     version: int = 0
-    clock_stopped: Callable[[], AbstractContextManager[object]] = nullcontext
+    clock_stopped: Callable[..., AbstractContextManager[object]] = nullcontext
     forked: Callable[["Chat"], None] = lambda fork: None
     name: str = ""
     why: str = ""

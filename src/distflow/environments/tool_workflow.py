@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ class ToolWorkflow:
         with self._tools.episode(row.prompt, row.ground_truth) as episode:
             try:
                 reply = await chat.ask(row.prompt, tools=self._tools.schemas)
-                await _answer_calls(chat, reply, format, self._max_turns, episode.run)
+                await _answer_calls(chat, reply, format, self._max_turns, episode.run, self._tools.parameters)
             finally:
                 for kind, counts in (("calls", episode.calls), ("errors", episode.errors), ("ms", episode.ms)):
                     chat.counts.update({f"tool/{name}/{kind}": number for name, number in counts.items()})
@@ -111,7 +111,7 @@ class HarborWorkflow:
             with chat.clock_stopped():
                 await asyncio.to_thread(_copy, task.folder / "environment", shell.files)
             await self._solve(chat, row, task, shell)
-            with chat.clock_stopped():
+            with chat.clock_stopped("tests of the task"):
                 return await _verify(task, shell)
         finally:
             await asyncio.to_thread(shell.close)
@@ -131,7 +131,7 @@ class HarborWorkflow:
             return answer.text
 
         format = self._format or format_of(chat.tokens.tool_template([SHELL]))
-        await _answer_calls(chat, await chat.ask(row.prompt, tools=[SHELL]), format, self._max_turns, run)
+        await _answer_calls(chat, await chat.ask(row.prompt, tools=[SHELL]), format, self._max_turns, run, ("shell",))
 
     async def _answer(self, call: ToolCall, task: Task, shell: Shell, left: float) -> ToolAnswer:
         command = call.arguments.get("command")
@@ -149,17 +149,24 @@ class HarborWorkflow:
 
 
 async def _answer_calls(
-    chat: Chat, reply: Reply, format: str, max_turns: int, run: Callable[[ToolCall], Awaitable[str]]
+    chat: Chat,
+    reply: Reply,
+    format: str,
+    max_turns: int,
+    run: Callable[[ToolCall], Awaitable[str]],
+    names: Collection[str],
 ) -> None:
-    """Run the calls in each reply and return their results to the model, until a reply has none."""
+    """Run the calls in each reply and return their results to the model, until a reply has none. names: of tools."""
     while calls := find_tool_calls(chat.tokens.written(reply.token_ids), format):
         if reply.finish_reason != "stop":  # the reply is truncated
             break
         if chat.turns >= max_turns:
             chat.finish_reason = "max_turns"
             break
-        with chat.clock_stopped():
-            texts = [await run(call) for call in calls]
+        texts = []
+        for call in calls:
+            with chat.clock_stopped(f"tool {call.name if call.name in names else 'unknown'}"):
+                texts.append(await run(call))
         ids = [f"{number:09d}" for number in range(len(calls))]  # Mistral's templates require this form
         answers = [
             {"role": "tool", "name": call.name, "tool_call_id": id, "content": text}

@@ -23,6 +23,7 @@ from distflow.config.derived_settings import (
     chooses_by_tags,
     domain_of_tag,
     is_rl,
+    pipeline_name,
     reads_pairs,
     reward_functions,
     validates,
@@ -95,9 +96,16 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
         max_staleness=min(config.async_.max_staleness, plan.total_steps),  # no sample can be staler
         max_num_gen_batches=filters.max_num_gen_batches,
         when_exhausted="continue" if filters.when_exhausted == "continue" else "error",
-        oversampling=Fraction(str(filters.oversampling)),
+        oversampling=_oversampling(config),
         skips=SkipPlan(outside, data.skip_epochs) if outside else None,
     )
+
+
+def _oversampling(config: Config) -> Fraction:
+    """Extra groups that run, as a share of those that a step lacks."""
+    if pipeline_name(config) == "embodied_srpo":
+        return Fraction(str(config.embodied_sampling.oversample_factor)) - 1
+    return Fraction(str(config.algorithm.filter_groups.oversampling))
 
 
 def _check_in_steps(config: Config, rows: Mapping[str, int]) -> None:

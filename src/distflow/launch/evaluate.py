@@ -58,7 +58,7 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
     validator = Validator(spec.validation, contexts, rollout_loop, stop_ids, spec.options.seed, say, done.append)
     with session, lasting(say, "evaluating", lambda: f", {sum(done):,} of {validator.num_responses:,} responses"):
         weights = LocalWeights(Waits())
-        weights.attach(WeightReceiver(rollout, session))
+        weights.attach(WeightReceiver(rollout, session, Waits()))
         canary = make_canary(spec, resources)
         sends, dtype = spec.sends_weights, spec.weight_dtype
         sender = WeightSender(actor, weights, dtype, sends=sends, canary=canary, session=session)

@@ -126,6 +126,7 @@ def outcome_of(spec: Spec, steps: int, signal: int | None = None, stopped: bool 
 def model_lines(spec: Spec, sizes: ModelSizes) -> list[str]:
     """Lines on the run's models, and which parts of them are trained."""
     config, line = spec.config, f"model: {spec.description['model']}, {sizes.policy:,} parameters"
+    line += " of random values (init=random)" if config.actor_rollout_ref.model.init == "random" else ""
     if rank := config.actor_rollout_ref.model.lora_rank:
         line += f"; LoRA of rank {rank} trains {sizes.trained:,} of them ({sizes.trained / sizes.policy:.2%})"
     if not sizes.critic:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from distflow.errors import count_of
+from distflow.errors import UserError, count_of
 from distflow.observe.crash_safe_files import (
     JSON,
     MAX_NUMBER,
@@ -27,8 +27,17 @@ from distflow.observe.crash_safe_files import (
     unreadable,
 )
 from distflow.observe.metrics import TIMED_OUT, flatten
+from distflow.observe.sample_files import (
+    DROPPED,
+    SAMPLES,
+    SCHEMA_VERSION,
+    is_torn,
+    newer,
+    read_sample_file,
+    sample_file_name,
+)
 from distflow.observe.sanitized_output import escape_control
-from distflow.observe.writing.run_folder import DROPPED, Span, sample_file_name, samples_dir
+from distflow.observe.writing.run_folder import Span
 from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, open_file, read_file
 
 RIGHT = 1.0 - 1e-6
@@ -36,15 +45,19 @@ MAX_BYTES = 64 * 2**20
 """Limit for metrics and for events in a report: only the ends of longer files are read."""
 
 MAX_SAMPLE_BYTES = 16 * 2**20
+"""Limit for the samples of a step, in memory."""
+
 PRESET = "preset or default"
 """Where a key was set that `config_sources` does not have."""
 
 _MAX_NAMES, _MAX_NAME = 4096, 200
 _MAX_SPAN_FILES, _MAX_SPLITS, _MAX_REMARKS = 100, 20, 500
+_ZIPPED = 16
+"""Files of samples are rarely smaller by more."""
 _LATEST_TIME, _MAX_WHOLE = 1e11, 2**63
 _MAX_SHORT = 160
 _EVENT_KEYS = ("t", "restart", "kind", "message", "step")
-_NUMBERS_OF_A_SAMPLE = ("score", "acc", "advantage")
+_SAMPLE_FILE = re.compile(r"(?:(.+)-)?(\d{6,18})(?:\.\d+)?\.parquet")
 
 
 @dataclass(frozen=True)
@@ -182,9 +195,13 @@ def read_timeline(run_dir: Path, max_bytes: int | None = MAX_BYTES) -> Timeline:
     """The last step that each resume kept: from its start event, else the step before the first training step that it
     wrote.
 
-    max_bytes: here and below, how much of each file's end is read; None for all.
+    max_bytes: here and below, how much of each file's end is read; None for all. Raises UserError if a newer distflow
+    wrote the folder.
     """
     events, num_unreadable = read_records(run_dir / "events.jsonl", max_bytes, run_dir)
+    version = max((_whole(event.get("schema")) or 0 for event in events if event.get("kind") == "start"), default=0)
+    if version > SCHEMA_VERSION:
+        raise UserError(newer(run_dir, version))
     starts = [
         (_whole(event.get("restart")), _whole(event.get("resumed_at")))
         for event in events
@@ -199,8 +216,8 @@ def read_timeline(run_dir: Path, max_bytes: int | None = MAX_BYTES) -> Timeline:
 
 
 def read_damage(run_dir: Path) -> list[str]:
-    """A sentence for each file of metrics or events with unreadable lines, which readers skip, and for files that are
-    too large to read whole."""
+    """A sentence for each file of metrics or events with unreadable lines, which readers skip, for damaged files of
+    samples, and for files that are too large to read whole."""
     lost, names = {"metrics.jsonl": 0, "events.jsonl": 0}, set[str]()
     for record in iter_records(run_dir / "metrics.jsonl", MAX_BYTES, run_dir):
         metrics = None if record is None else _metrics_record(record)
@@ -217,9 +234,15 @@ def read_damage(run_dir: Path) -> list[str]:
     for name in lost:
         if number := bytes_left_out(run_dir / name, MAX_BYTES):
             found.append(f"{name} is too long: its first {number:,} bytes are missing here")
-    files = [file for name in ("samples", DROPPED) for file in (run_dir / name).glob("*.jsonl")]
-    if number := sum(file.lstat().st_size > MAX_SAMPLE_BYTES for file in files):
-        found.append(f"{number:,} sample files are too long: only their ends are shown here")
+    for file, _, _ in sample_files(run_dir):
+        if is_torn(file, run_dir):
+            found.append(f"{SAMPLES}/{file.name} is damaged: its samples are missing here")
+        elif file.stat().st_size > MAX_SAMPLE_BYTES // _ZIPPED and (
+            said := read_sample_file(file, run_dir, MAX_SAMPLE_BYTES)[1]
+        ):
+            found.append(said)
+        if len(found) >= _MAX_REMARKS:
+            break
     return found
 
 
@@ -289,17 +312,20 @@ def read_events(run_dir: Path, timeline: Timeline | None = None, max_bytes: int 
     return [_event(record, timeline) for record in read_records(run_dir / "events.jsonl", max_bytes, run_dir)[0]]
 
 
+def sample_files(run_dir: Path) -> list[tuple[Path, str, int]]:
+    """All files of samples with their splits and steps, by name."""
+    found = ((file, _SAMPLE_FILE.fullmatch(file.name)) for file in sorted((run_dir / SAMPLES).glob("*.parquet")))
+    return [(file, match[1] or "train", int(match[2])) for file, match in found if match]
+
+
 def sample_steps(run_dir: Path, split: str = "train") -> list[int]:
     """The steps that have a sample file, ascending, even if rolled back; `read_samples` tells which are."""
-    pattern = re.compile(re.escape(sample_file_name(0, split)).replace("000000", r"(\d{6,18})(?:\.\d+)?"))
-    files = samples_dir(run_dir, split).glob("*.jsonl")
-    return sorted({int(match[1]) for file in files if (match := pattern.fullmatch(file.name))})
+    return sorted({step for _, name, step in sample_files(run_dir) if name == split})
 
 
 def sample_splits(run_dir: Path) -> list[str]:
     """The splits that have sample files, "train" first if present; without dropped groups."""
-    names = [file.name for file in (run_dir / "samples").glob("*.jsonl")]
-    found = {match[1] or "train" for name in names if (match := re.fullmatch(r"(?:(.+)-)?\d{6,18}\.jsonl", name))}
+    found = {split for _, split, _ in sample_files(run_dir)} - {DROPPED}
     return sorted(found, key=lambda split: (split != "train", split))[:_MAX_SPLITS]
 
 
@@ -310,12 +336,24 @@ def read_samples(
     timeline: Timeline | None = None,
     max_bytes: int | None = MAX_SAMPLE_BYTES,
 ) -> list[dict[str, JSON]]:
-    """The samples of a step; empty if there are none or the step was rolled back. Non-finite scores are floats."""
-    first = samples_dir(run_dir, split) / sample_file_name(step, split)
-    parts = sorted(first.parent.glob(f"{first.stem}.*.jsonl"), key=lambda path: (len(path.name), path.name))
-    rows = [row for path in (first, *parts) for row in read_records(path, max_bytes, run_dir)[0]]
+    """The samples of a step; empty if there are none or the step was rolled back. Numbers may be NaN or infinite."""
+    return samples_and_damage(run_dir, step, split, timeline, max_bytes)[0]
+
+
+def samples_and_damage(
+    run_dir: Path,
+    step: int,
+    split: str = "train",
+    timeline: Timeline | None = None,
+    max_bytes: int | None = MAX_SAMPLE_BYTES,
+) -> tuple[list[dict[str, JSON]], list[str]]:
+    """The samples of a step, and a sentence for each file of it that is damaged or too long."""
+    first = run_dir / SAMPLES / sample_file_name(step, split)
+    parts = sorted(first.parent.glob(f"{first.stem}.*.parquet"), key=lambda path: (len(path.name), path.name))
+    read = [read_sample_file(path, run_dir, max_bytes) for path in (first, *parts)]
     timeline = timeline or read_timeline(run_dir)
-    return [_sample(row) for row in rows if timeline.survives(_whole(row.get("restart")) or 0, step)]
+    valid = [row for rows, _ in read for row in rows if timeline.survives(_whole(row["restart"]) or 0, step)]
+    return list(map(_sample, valid)), [said for _, said in read if said]
 
 
 def _first_steps(run_dir: Path, max_bytes: int | None) -> dict[int, int]:
@@ -367,10 +405,7 @@ def _event(record: dict[str, JSON], timeline: Timeline) -> Event:
 
 
 def _sample(row: dict[str, JSON]) -> dict[str, JSON]:
-    """Turn "NaN" back into a number in numeric fields; a response that reads "NaN" stays text."""
-    for key in _NUMBERS_OF_A_SAMPLE:
-        if key in row:
-            row[key] = to_number(row[key])
+    """Turn "NaN" among the scores of parts back into a number."""
     parts = row.get("reward_parts")
     if isinstance(parts, dict):
         row["reward_parts"] = {name: value if (n := to_number(value)) is None else n for name, value in parts.items()}

@@ -41,6 +41,7 @@ def _check(config: Config) -> None:
             "reward_clip": each.reward_clip is not None,
             "whiten_rewards": each.whiten_rewards,
             "use_kl_in_reward": each.use_kl_in_reward,
+            "reward_level": each.reward_level != "token",
         }
         if wrong := [key for key, is_set in changed.items() if is_set]:
             where = f"algorithm.domains.{name}" if name else "algorithm"

@@ -3,6 +3,7 @@ models, and the figures of a device."""
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -168,7 +169,7 @@ def _read(file: Path) -> ModelShape:
 class Device:
     """flops: per second in bfloat16 (a CPU: float32). bandwidth, link, network: bytes per second of its memory, to
     another device of its machine, to another machine. memory: bytes. is_cpu: whether its memory is the host's. cores:
-    of a CPU."""
+    of a CPU. threads: that torch uses there by default, if the environment limits them."""
 
     name: str
     flops: float
@@ -178,6 +179,7 @@ class Device:
     network: float
     is_cpu: bool = False
     cores: int = 1
+    threads: int | None = None
 
     def shared(self, workers: int, threads: int | None = None) -> "Device":
         """The share of one of several workers that compute on the same CPU, each with so many threads, or its share
@@ -214,7 +216,13 @@ def find_device(name: str) -> Device:
         network=entry["network_gbps"] * GB,
         is_cpu=is_cpu,
         cores=scale,
+        threads=_default_threads() if is_cpu else None,
     )
+
+
+def _default_threads() -> int | None:
+    found = re.match(r"\s*([1-9]\d{0,3})\b", os.environ.get("OMP_NUM_THREADS", ""))
+    return int(found[1]) if found else None
 
 
 def device_here() -> str:

@@ -300,6 +300,8 @@ def share_of_device(config: Config, plan: Plan, device: Device) -> Device:
     if is_rl(config) and is_one_process(config) and config.async_.max_staleness > 0:  # generation has its own threads
         rollout = config.actor_rollout_ref.rollout.num_threads or device.cores // 2
         threads = threads or max(1, device.cores - rollout)
+    elif is_one_process(config):
+        threads = threads or device.threads
     return device.shared(min(on_machine, len(plan.ranks)), threads)
 
 

@@ -17,7 +17,7 @@ DOES_NOT_APPLY = "not_applicable"
 _TEXTS = "a completion is a string here, like the prompt; with data.prompt_format=chat both are messages"
 _MESSAGES = "a completion is a list of messages here, because the prompt is a chat"
 _SINGLE = ("prompt", "completion")
-_ABSENT = ("completion_ids", "trainer_state", "log_extra", "log_metric", "state", "states", "parser", "judge")
+ABSENT = ("completion_ids", "trainer_state", "log_extra", "log_metric", "state", "states", "parser", "judge")
 """Parts of TRL's trainer and of verifiers' environments and episodes."""
 
 
@@ -28,7 +28,7 @@ def is_foreign(function: Callable[..., object]) -> bool:
 
 def find_absent(function: Callable[..., object]) -> str:
     """The parameter for which nothing can be passed; empty if there is none."""
-    absent = [name for name in required_parameters(function) if name in _ABSENT]
+    absent = [name for name in required_parameters(function) if name in ABSENT]
     if not absent:
         return ""
     return (

@@ -22,7 +22,7 @@ from distflow.graph import SCORE_FIELDS, BoundNode, Drop, NodeOutput, NodeRole, 
 from distflow.graph.fields import Axis
 from distflow.import_target import is_async, is_ours
 from distflow.observe.metrics import Measured
-from distflow.observe.writing.timing import Waits
+from distflow.observe.writing.timing import REWARDS, Waits
 from distflow.rewards.reward_results import RewardResult
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.runtime.audit_protocol import Updates
@@ -106,7 +106,7 @@ class NodeContext:
 
 async def score_samples(router: RewardRouter, waits: Waits, samples: Sequence[Sample]) -> list[RewardOutcome]:
     """The function behind a node's `reward_fn`, which binds router and waits."""
-    with waits("reward", "scores", on="reward functions"), deadline_paused():
+    with waits("reward", "scores", on=REWARDS), deadline_paused():
         return await router(samples)
 
 

@@ -14,7 +14,7 @@ from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRows, UnusableRow
 from distflow.errors import TrustError, UserError
 from distflow.graph import BoundNode, Drop, NodeRole
-from distflow.observe.writing.timing import Waits
+from distflow.observe.writing.timing import DATA, ENGINE, OTHER_GROUPS, Waits, group_waits, running_group
 from distflow.rewards.reward_results import CallCounts, RewardCounts, Score
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, generate_whole
 from distflow.runtime import fault_injection
@@ -88,8 +88,10 @@ class SubmissionGate:
         with deadline_paused():
             fault_injection.reach("rollout.generate")
             if self._rounds is not None:
-                await self._rounds.turn(group_task.get(), request.samples[0])
-            result = await generate_whole(self._ask, request)
+                with group_waits("a round of requests", on=OTHER_GROUPS):
+                    await self._rounds.turn(group_task.get(), request.samples[0])
+            with group_waits("responses", on=ENGINE):
+                result = await generate_whole(self._ask, request)
             self._recorder.generated(request, result)
             return result
 
@@ -270,7 +272,8 @@ class RolloutLoop:
                             self.surplus.add(running[group.group_id])
                             groups.create_task(cancel([running.pop(group.group_id)], self.plain_calls))
                     prompt_groups = [group for group in prompt_groups if group.state is not GroupState.WAITING]
-                    self.prepare_rows([prompt_group.row for prompt_group in prompt_groups])
+                    with self.events.waits("rollout", "rows", on=DATA):
+                        self.prepare_rows([prompt_group.row for prompt_group in prompt_groups])
                     if self.in_batches:
                         await self._run_batch(prompt_groups, queue)
                     else:
@@ -329,12 +332,14 @@ class RolloutLoop:
         self.group_recorder.begin(prompt_group)
         started = time.time()
         try:
-            group = self.make_group(prompt_group)
+            with self.events.waits("rollout", "rows", on=DATA):
+                group = self.make_group(prompt_group)
         except UnusableRow as unusable:
             await self._turn(stop, accepted=False)
             self._end(prompt_group, f"{unusable.reason}: {unusable}", started)
             queue.drop(DroppedGroup(prompt_group, unusable.reason))
             return
+        running_group.set((self.events.waits, prompt_group.group_id))
         try:
             try:
                 drop = await self.run(group, self.steps, self.context)
@@ -379,4 +384,5 @@ class RolloutLoop:
         if stop is not None:
             if self.gate is not None:
                 self.gate.asks_no_more(group_task.get())
-            await stop.turn(accepted)
+            with group_waits("its turn", on=OTHER_GROUPS):
+                await stop.turn(accepted)

@@ -24,9 +24,10 @@ from distflow.observe.crash_safe_files import replacing
 from distflow.observe.report.build import write_report
 from distflow.observe.report.graph_and_timelines import TRAINING
 from distflow.observe.report.step_rules import StepRules
-from distflow.observe.writing.run_folder import DROPPED, RunFolder, Span
+from distflow.observe.sample_files import DROPPED
+from distflow.observe.writing.run_folder import RunFolder, Span
 from distflow.observe.writing.terminal_view import TerminalView
-from distflow.observe.writing.timing import PhaseTimer, Waits
+from distflow.observe.writing.timing import COLLECTIVE, DATA, PhaseTimer, Wait, Waits
 from distflow.observe.writing.trackers import TrackedRun, open_trackers
 from distflow.rollout.engine import take_activity
 from distflow.runtime.spec import Spec
@@ -36,8 +37,9 @@ from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
 TOKENS = "tokens"
 
 MAX_TRACEBACK = 10_000
-MAX_DROPPED = 16
-"""Maximum of dropped groups per step whose responses are written."""
+SAVE_WAITS_S = 10.0
+
+_SHORT_S = 1e-3
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -202,11 +204,9 @@ class Recorder(AbstractContextManager["Recorder"]):
             on_charge=self.memory.charge,
         )
         self._callbacks = Caller(callbacks, partial(self.note, "warning"), partial(self.phases, "callbacks"))
-        self.waits = Waits(
-            lambda wait, ended: self._span(wait.who, Span(wait.since, ended, "wait", wait.what, on=wait.on))
-        )
+        self.waits = Waits(self._waited)
         self._step, self._any_ended = max(resumed_at or 0, 0), False
-        self._num_dropped, self.decoded = Counter[int](), Counter[str]()
+        self._filled, self.decoded = self._step, Counter[str]()
         self.status, self.why = "failed", dict[str, str]()
 
     @contextmanager
@@ -267,12 +267,11 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._any_ended = True
 
     def group_dropped(self, version: int, reason: str, batch: Batch) -> None:
-        """Write the responses of a step's first groups that nodes drop."""
-        step = version + 1
-        if self._num_dropped[step] < MAX_DROPPED:
-            self._num_dropped[step] += 1
-            rows = [{**row, "dropped": reason} for row in sample_rows(batch)]
-            self.folder.samples(step, rows, split=DROPPED, append=True)
+        """Write the responses of a group that nodes drop, with the step being filled: a process that only generates
+        knows it from the newest version."""
+        self._filled = max(self._filled, self._step, version)
+        rows = [{**row, "dropped": reason} for row in sample_rows(batch)]
+        self.folder.samples(self._filled + 1, rows, split=DROPPED)
 
     def engine_activity(self, engine: object) -> None:
         """Write a span for each stretch since the last call in which the engine decoded without a gap."""
@@ -295,6 +294,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         if not self._process.leads:
             self.folder.flush()
             return
+        if lost := self.folder.sample_writer.num_lost:
+            metrics = {**metrics, "samples/lost": float(lost)}
         self.folder.metrics(step, "train", metrics)
         self._trackers.log(step, metrics)
         for found in self._rules.step(step, metrics):
@@ -317,6 +318,10 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._trackers.log(step, metrics)
         self._callbacks.call("on_validation", step, dict(metrics))
 
+    def saving(self) -> None:
+        """Before a checkpoint: a run that resumes from it has the samples of all its steps."""
+        self.folder.sample_writer.finish(SAVE_WAITS_S)
+
     def checkpoint_saved(self, step: int, path: Path) -> None:
         self.folder.event("checkpoint", f"saved {path.name}", step=step)
         self._callbacks.call("on_save", step, path)
@@ -329,6 +334,12 @@ class Recorder(AbstractContextManager["Recorder"]):
         keep_groups(run_dir, step, batch, *self._process.share)
         if options.save_groups == "last_k" and self._process.leads:
             forget_groups(run_dir, options.save_groups_last)
+
+    def _waited(self, wait: Wait, ended: float) -> None:
+        """Write a wait. Many are for each row or each parameter, and short: they would be most of the file."""
+        if ended - wait.since >= _SHORT_S or not (wait.on == DATA or wait.what == COLLECTIVE):
+            span = Span(wait.since, ended, "wait", wait.what, group_id=wait.group_id, on=wait.on)
+            self._span(wait.who, span)
 
     def _span(self, actor: str, span: Span) -> None:
         self.folder.span(actor, replace(span, step=self._step + 1))

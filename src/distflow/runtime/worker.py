@@ -49,8 +49,9 @@ class Worker:
         with ExitStack() as stack, self._recorder.phases("start"):
             stack.enter_context(self._parts.services)
             stack.enter_context(self._parts.saver)
-            if self.resources.rollout is not None:
-                stack.callback(self._ports.weights.attach(WeightReceiver(self.resources.rollout, self._parts.services)))
+            if (engine := self.resources.rollout) is not None:
+                receiver = WeightReceiver(engine, self._parts.services, self._recorder.waits)
+                stack.callback(self._ports.weights.attach(receiver))
             if self._parts.training_nodes:
                 self._recorder.started(self._version.step, self._parts.weight_sync.begin())
                 if self._spec.options.val_before_train and self._version.step == 0:
@@ -310,6 +311,7 @@ class Worker:
         metric = score(best, validated) if best is not None and validated else None
         everyone = self._ports.everyone
         with self._recorder.phases("save"):
+            self._recorder.saving()
             state = merge_node_states(everyone.gather(copy_of_state(self._parts.inputs.state)))
             point, seen = self._ports.queue.resume_point, self._parts.auditor.state_saved
             parts = saved_parts(self._spec, self.resources, point, state, everyone.rank, seen)

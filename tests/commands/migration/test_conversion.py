@@ -36,6 +36,7 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
             "algorithm.scale_rewards": "group",
             "algorithm.mask_truncated": True,
             "data.train_files": ("my/sums:small:train",),
+            "data.answer_key": "solution",
             "data.train_batch_size": 8,
             "data.max_response_length": 64,
             f"{ACTOR}.ppo_mini_batch_size": 8,
@@ -465,6 +466,7 @@ READ = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
 def test_what_stands_around_a_setting_is_read(name: str, tmp_path: Path) -> None:
     suffix, text, wanted = READ[name]

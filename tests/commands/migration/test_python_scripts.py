@@ -366,6 +366,45 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         {"reward.overlong.buffer_tokens": 16, "reward.overlong.factor": 0.2},
         ("reward_funcs: it is computed: f(1); add what it does to reward.functions",),
     ),
+    "a loss of whole sequences": (
+        "py",
+        grpo("loss_type='luspo', importance_sampling_level='sequence', trackio_space_id=None"),
+        {f"{ACTOR}.policy_loss": "gspo", f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum"},
+        (),
+    ),
+    "a scale that does not exist here": ("py", grpo("scale_rewards='mean'"), {}, ("scale_rewards is 'mean'",)),
+    "the column of TRL's accuracy": (
+        "py",
+        "from trl.rewards import accuracy_reward\n" + grpo("", "reward_funcs=accuracy_reward"),
+        {"reward.functions": {"default": (RewardPart("math"),)}, "data.answer_key": "solution"},
+        (),
+    ),
+    "a folder by its place": ("py", grpo("'out', beta=0.1"), {"trainer.default_local_dir": "out"}, ()),
+    "a parameter of TRL's trainer": (
+        "py",
+        "def long(completions, completion_ids, log_metric=None):\n    return [0.0]\n" + grpo("", "reward_funcs=[long]"),
+        {},
+        ("put long into my_rewards.py", "long takes completion_ids, which does not exist here"),
+    ),
+    "the best checkpoint": (
+        "py",
+        START + "SFTTrainer(model='m', train_dataset='d/d', eval_dataset='e/e', args=SFTConfig(save_strategy='best', "
+        "eval_strategy='epoch', metric_for_best_model='eval_loss', greater_is_better=False)).train()\n",
+        {
+            **{"trainer.keep_best": True, "trainer.keep_best_metric": "sft/val_loss"},
+            **{"trainer.save_freq": -1, "trainer.save_freq_epochs": 1, "trainer.test_freq_epochs": 1},
+        },
+        (),
+    ),
+    "another loss of fine-tuning": (
+        "py",
+        sft("loss_type='dft', chat_template_path='chat.jinja'"),
+        {f"{MODEL}.tokenizer_path": None},
+        (
+            "loss_type=dft: the loss is the mean negative log-likelihood",
+            "chat_template_path=chat.jinja: the tokenizer's",
+        ),
+    ),
     "a penalty that ends elsewhere": (
         "py",
         "from trl.rewards import get_soft_overlong_punishment\n"
@@ -376,6 +415,7 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
 def test_a_setting_keeps_its_meaning_or_is_named(name: str, tmp_path: Path) -> None:
     suffix, text, wanted, said = READ[name]

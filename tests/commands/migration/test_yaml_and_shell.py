@@ -328,7 +328,7 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         "model_name_or_path: m\ndataset_name: a/b\nnum_generations: 8\nsystem_prompt: Think.\nreward_funcs: [tags, "
         "trl.rewards.accuracy_reward, r/m]\nreward_weights: [0.2, 1.0, 0.5]\n"
         "gradient_checkpointing_kwargs: {use_reentrant: false}\n",
-        {"data.system_prompt": "Think.", "data.prompt_format": "chat"},
+        {"data.system_prompt": "Think.", "data.prompt_format": "chat", "data.answer_key": "solution"},
         ("put tags into my_rewards.py", "devices: their number is not in the file"),
     ),
     "devices of other roles": (
@@ -365,6 +365,41 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
             **{"actor_rollout_ref.actor.optim.scheduler": "linear_with_warmup"},
             **{f"{MODEL}.lora_alpha": 64.0, f"{MODEL}.target_modules": "all-linear"},
         },
+        (),
+    ),
+    "ROLL's grpo is reinforce on normalised rewards": (
+        "yaml",
+        ROLL + "adv_estimator: grpo\nnorm_mean_type: group\nnorm_std_type: group\nrpc_timeout: 60\n",
+        {
+            **{"algorithm.adv_estimator": "reinforce", "algorithm.reward_norm.mean_level": "group"},
+            **{"algorithm.reward_norm.std_level": "group"},
+        },
+        (),
+    ),
+    "a rule's tokenizer": ("yaml", filtered("model_args: {model_name_or_path: m}"), {"data.tag_key": "tag"}, ()),
+    "adapters of AReaL": (
+        "yaml",
+        AREAL.replace("path: m,", "path: m, use_lora: true, peft_type: lora, lora_rank: 16, lora_alpha: 8,")
+        + "rollout: {use_lora: true}\nsglang: {enable_lora: true}\n",
+        {f"{MODEL}.lora_rank": 16, f"{MODEL}.lora_alpha": 8.0},
+        (),
+    ),
+    "adapters of AReaL that are off": (
+        "yaml",
+        AREAL.replace("path: m,", "path: m, use_lora: false, lora_rank: 16, lora_alpha: 8,"),
+        {f"{MODEL}.lora_rank": 0},
+        (),
+    ),
+    "a KL with the gradient of another": (
+        "sh",
+        GRPO + f"{ACTOR}.kl_loss_type=k3+",
+        {f"{ACTOR}.kl_loss_type": "low_var_kl+"},
+        (),
+    ),
+    "a model beside each checkpoint": (
+        "sh",
+        GRPO + f"{ACTOR}.checkpoint.save_contents=[model,optimizer,hf_model]",
+        {"trainer.save_hf_model": True},
         (),
     ),
     "several data sets": (

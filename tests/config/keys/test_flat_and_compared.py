@@ -222,6 +222,7 @@ embodied_sampling:
   accuracy_lower_bound: 0.2
   accuracy_upper_bound: 0.8
   filter_truncated: true
+  oversample_factor: 1.5
 srpo: {embedder: "mine.py:embed", eps: 0.4, min_samples: 3, max: 0.5, steepness: 8, reward_coef: 2}
 trainer:
   project_name: p
@@ -268,6 +269,8 @@ ELSEWHERE = {
     "actor_rollout_ref.rollout.workflow_kwargs": {"max_turns": 2},
     "actor_rollout_ref.rollout.agents": {"solver": {"max_tokens": 4}, "judge": {"trainable": False}},
     "algorithm.agent_rewards": "own",
+    "algorithm.logprob_level": "action",
+    "algorithm.reward_level": "chunk",
     "reward.limit_penalty.max_turns": 0.1,
     "reward.limit_penalty.length": 0.2,
     "reward.limit_penalty.context": 0.3,
@@ -350,6 +353,8 @@ def test_keys_that_exclude_others_can_be_set_too(name):
     others = {}
     if key == "agent_rewards" or "limit_penalty" in name:
         others["actor_rollout_ref"] = {"rollout": {"workflow": "games.py:talk", "agents": {"solver": {}}}}
+    if key.endswith("_level"):
+        others["actor_rollout_ref"] = {"rollout": {"workflow": "simulator"}}
     config = good(**{group: keys}, **others)
     assert name in {key for key, _, _ in diff(config, good())}
     assert config_from_dict(to_dict(config)) == config

@@ -62,7 +62,11 @@ def test_defaults_break_no_bound():
 
 @pytest.mark.parametrize(
     ("page", "render"),
-    [("config.md", make_docs.render_reference), ("migrating.md", make_docs.render_migrating)],
+    [
+        ("config.md", make_docs.render_reference),
+        ("migrating.md", make_docs.render_migrating),
+        ("schema.md", make_docs.render_schema),
+    ],
 )
 def test_the_docs_are_up_to_date(page, render):
     written = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")

@@ -14,6 +14,7 @@ from distflow.config import RunLimits, to_yaml
 from distflow.launch.plans.measured_run import as_predicted, measured_run
 from distflow.launch.plans.plan_before_run import RunPlanner, keys_of, outcomes
 from distflow.observe.report.build import report_data
+from distflow.observe.sample_files import write_sample_file
 from distflow.planning.measured_rates import Rates
 from distflow.planning.predicted_run import Lengths, PredictedRun, RunFacts, predict
 
@@ -28,7 +29,6 @@ def write(folder: Path, *overrides: str, steps: int = 6) -> PredictedRun:
     given = RunFacts(RunLimits(2000), Lengths(6.0, 10.0, 26, (10.0,)), KNOWN)
     run = predict(planner.loaded.config, planner.pipeline, planner.shapes, planner.device, given)
     (folder / "spans").mkdir(parents=True)
-    (folder / "samples").mkdir()
     (folder / "config.yaml").write_text(to_yaml(run.config))
     predicted = as_predicted(run, planner.device, planner.shapes)
     nodes = planner.pipeline.to_json()
@@ -48,7 +48,7 @@ def write(folder: Path, *overrides: str, steps: int = 6) -> PredictedRun:
         line = {"step": step, "t": began + run.step_seconds, "restart": 0, "kind": "train", "m": measured}
         files["metrics"].append(line)
         rows = [{"prompt_length": 6, "response_length": 10, "restart": 0}] * 8
-        (folder / f"samples/{step:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_sample_file(folder / f"samples/{step:06d}.parquet", rows, step, "train")
     for name, lines in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run

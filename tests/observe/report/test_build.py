@@ -266,7 +266,7 @@ def test_problems_are_matched_by_their_text_and_averaged(tmp_path: Path) -> None
     assert [found[f"num_{how}"] for how in ("better", "worse", "same", "unscored")] == [1, 1, 1, 2]
     assert [e["prompt"] for e in found["examples"]] == ["up", "down", "same"] and found["lengths"] == [10, 10]
     assert found["examples"][0]["before"]["score"] == 0.5
-    (tmp_path / "samples" / "val-000009.jsonl").unlink()
+    (tmp_path / "samples" / "val-000009.parquet").unlink()
     assert before_and_after(tmp_path, Timeline()) is None
 
 

@@ -173,7 +173,7 @@ def test_samples_that_show_it_are_named(tmp_path: Path) -> None:
     spiked = found("gradient-spike")
     assert (spiked.first, spiked.last) == (PLANTED, PLANTED) and spiked.is_over
     assert set(spiked.uids[:2]) == {"7-0", "7-1"}, "the largest advantages"
-    assert spiked.files == ("metrics.jsonl", "samples/000130.jsonl")
+    assert spiked.files == ("metrics.jsonl", "samples/000130.parquet")
     assert found("reward-errors").uids == ("7-3",)
 
 
@@ -333,7 +333,7 @@ def test_a_run_that_failed_was_killed_or_hangs(tmp_path: Path, capsys: pytest.Ca
 def test_every_rule_is_planted_somewhere() -> None:
     elsewhere = {"slow-prompts-starved", "data-order"}  # above
     in_other_files = {"slower-than-plan", "accuracy-counts-nothing", "greedy-and-sampled"}
-    of_spans = {"starving-trainer", "starving-rollout"}
+    of_spans = {"starving-trainer", "starving-rollout", "unaccounted-time"}
     planted = {name.split()[0] for name in FAULTS}
     ours = {name for name, rule in STEP_RULES.items() if is_ours(rule.check)}  # pages of the docs register theirs
     assert ours | {rule.name for rule in RUN_RULES} == planted | elsewhere | in_other_files | of_spans

@@ -6,11 +6,15 @@ import os
 import random
 import re
 import time
-from base64 import b64encode
+from base64 import b64decode, b64encode
+from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from distflow.data.images import keep_pixels
 from distflow.observe.report.build import report_data
 from distflow.observe.report.chart_data import (
     MAX_BINS,
@@ -23,7 +27,6 @@ from distflow.observe.report.chart_data import (
     set_constants_apart,
     wilson,
 )
-from distflow.observe.report.findings import idle_sides
 from distflow.observe.report.graph_and_timelines import (
     MAX_SPANS,
     StepTimeline,
@@ -114,51 +117,6 @@ def test_the_staleness_of_responses_is_counted_where_any_is_stale(tmp_path: Path
     with RunFolder(tmp_path / "fresh", 0) as run:
         run.samples(5, [{"versions": [4], "response_length": 1}] * 3)
     assert [figure["title"] for figure in histograms(tmp_path / "fresh", Timeline())] == ["How long are the responses?"]
-
-
-@pytest.mark.parametrize(
-    ("slow", "staleness", "decodes", "said"),
-    [
-        (0.6, 4, 1.0, "generation is the slower side"),
-        (0.05, 4, 0.5, "a lower async.max_staleness (now 4) may be as fast"),
-        (0.05, 1, 0.5, "training is the slower side. Give it more threads (trainer.num_threads)."),
-        (0.6, 2, 0.5, "both wait for something else"),
-        (0.05, 4, 1.0, None),
-        (0.6, 0, 0.5, None),
-        (0.2, 4, 0.8, None),
-    ],
-)
-def test_the_slower_side_is_named(
-    tmp_path: Path, slow: float, staleness: int, decodes: float, said: str | None
-) -> None:
-    with RunFolder(tmp_path, 0) as run:
-        for step in range(40):
-            t = 1000.0 + step
-            run.span("training", Span(t, t + slow, "wait", f"step {step + 1}"))
-            run.span("training", Span(t, t + slow, "phase", "rollout"))
-            run.span("training", Span(t + slow, t + 1.0, "phase", "train_step"))
-            run.span("engine", Span(t, t + decodes, "decode", "train", version=step))
-            run.span("rollout", Span(t + slow, t + 1.0, "group", "complete"))
-        # The last steps of a run have all their groups: nothing is generated, and that is nobody's fault.
-        for step in range(40, 45):
-            run.span("training", Span(1000.0 + step, 1001.0 + step, "phase", "train_step"))
-            run.span("training", Span(1000.0 + step, 1000.001 + step, "wait", f"step {step + 1}"))
-    found = idle_sides(read_activity(tmp_path), {"async": {"max_staleness": staleness}})
-    text = "".join(f"{finding.text} {finding.advice}" for finding in found)
-    assert said in text and "over the last 10 steps" in text if said else not found
-
-
-def test_neither_side_is_blamed_for_validations_or_for_the_time_between_two_starts(tmp_path: Path) -> None:
-    with RunFolder(tmp_path, 0) as run:
-        for step in range(16):
-            t = 1000.0 + 10 * step + (5000.0 if step > 13 else 0.0)
-            run.span("training", Span(t, t + 1.0, "phase", "train_step"))
-            run.span("engine", Span(t, t + 1.0, "decode", "train"))
-            run.span("training", Span(t, t + 0.05, "wait", f"step {step + 1}"))
-            run.span("training", Span(t + 1.0, t + 9.9, "phase", "eval"))
-            run.span("engine", Span(t + 1.0, t + 9.9, "decode", "eval"))
-            run.span("rollout", Span(t + 0.1, t + 0.9, "group", "complete"))
-    assert idle_sides(read_activity(tmp_path), {"async": {"max_staleness": 2}}) == []
 
 
 def test_groups_are_whole_and_a_reward_error_has_no_score() -> None:
@@ -425,3 +383,27 @@ def test_long_columns_are_thinned_alike_with_and_without_a_nan() -> None:
     a, b = found["y"]["a"], found["y"]["b"]
     assert len(a) == len(b) == len(found["x"]) and found["x"][-1] == 999
     assert a[:-2] == b[:-2] and "NaN" in b[-2:] and None in a
+
+
+def test_an_episode_of_each_outcome_is_an_animation_of_its_observations(tmp_path: Path) -> None:
+    def row(number: int, success: float, *frames: str) -> dict[str, object]:
+        extra = {"frames": list(frames), "instruction": "red"}
+        said = {"prompt": "p", "response": "r", "score": success, "extra": extra}
+        return {"uid": f"0-{number}", "reward_parts": {"success": success, "env_steps": 3.0}, **said}
+
+    with RunFolder(tmp_path, 0) as run:
+        store = tmp_path / "data" / "images"
+        frames = [keep_pixels(np.full((20, 20, 3), level, np.uint8), store) for level in (0, 120, 250)]
+        run.samples(1, [row(0, 0.0, *frames), row(1, 0.0, frames[1]), row(2, 1.0, frames[2], "/gone.png")])
+        run.samples(2, [row(0, 1.0, *frames[1:])])
+    first, last = thin_samples(tmp_path, Timeline(), 400_000)["groups"]
+    assert [(video["response"], video["instruction"]) for video in first["videos"]] == [(0, "red")], "one is lost"
+    assert "frames" not in first["responses"][0].get("remarks", {})
+    for (video,), colours in ((first["videos"], (0, 120, 250)), (last["videos"], (120, 250))):
+        with Image.open(BytesIO(b64decode(video["webp"]))) as shown:
+            assert shown.size == (160, 160) and shown.n_frames == len(colours)
+            for place, colour in enumerate(colours):
+                shown.seek(place)
+                assert shown.convert("RGB").getpixel((80, 80)) == (colour,) * 3
+    tight = thin_samples(tmp_path, Timeline(), 3_000)["groups"]
+    assert all("frames" not in video for group in tight for video in group["videos"])

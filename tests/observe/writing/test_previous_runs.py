@@ -7,7 +7,7 @@ import pytest
 
 from distflow.observe.writing.run_folder import MARK, claimed, finish_moving, is_ours, set_aside
 
-RUN = ("metrics.jsonl", "events.jsonl", "ledger.jsonl", "report.html", "checkpoints/step-000001/w", "samples/1.jsonl")
+RUN = ("metrics.jsonl", "events.jsonl", "ledger.jsonl", "report.html", "checkpoints/step-000001/w", "samples/1.parquet")
 
 
 def write_run(folder: Path, names: tuple[str, ...] = RUN) -> None:

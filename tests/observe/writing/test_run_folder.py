@@ -51,8 +51,7 @@ def test_numbers_that_are_not_finite_are_valid_json_and_come_back(tmp_path: Path
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
 
-    for file in ("metrics.jsonl", "samples/000001.jsonl"):
-        json.loads((tmp_path / "run" / file).read_text(), parse_constant=refuse)
+    json.loads((tmp_path / "run" / "metrics.jsonl").read_text(), parse_constant=refuse)
     (record,) = read_metrics(tmp_path / "run")
     assert math.isnan(record.values["nan"])
     assert (record.values["up"], record.values["down"], record.values["ok"]) == (math.inf, -math.inf, 1.0)
@@ -162,7 +161,7 @@ def test_killed_while_writing_leaves_whole_records_only(tmp_path: Path) -> None:
         for step in range(10**6):
             run.metrics(step, "train", {f"m/{i}": float(i) for i in range(50)})
             run.samples(step, [{"response": "r" * 500}] * 20)
-    while len(steps_of(folder)) < 20:
+    while len(steps_of(folder)) < 20 or len(sample_steps(folder)) < 3:
         time.sleep(0.005)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -290,14 +289,13 @@ def test_a_full_disk_is_said_and_the_file_stays_readable(tmp_path: Path) -> None
     assert steps == [*range(len(steps) - 1), 1000] and len(steps) > 5
 
 
-def test_samples_are_readable_by_a_person_and_keep_hostile_text(tmp_path: Path) -> None:
+def test_samples_keep_hostile_text(tmp_path: Path) -> None:
     texts = ["日本語 \u202e", "two\nlines", "lone \ud800 half", "nul \x00", "u2028 \u2028 here", ""]
     with RunFolder(tmp_path / "run", 0) as run:
         run.samples(12, [{"uid": str(i), "prompt": "p", "response": text, "note": 1} for i, text in enumerate(texts)])
-    lines = (tmp_path / "run" / "samples" / "000012.jsonl").read_text(encoding="utf-8").split("\n")
-    assert len(lines) == len(texts) + 1 and "日本語" in lines[0]
-    assert list(json.loads(lines[0])) == ["uid", "prompt", "response", "note", "restart"]
-    assert [row["response"] for row in read_samples(tmp_path / "run", 12)] == texts
+    rows = read_samples(tmp_path / "run", 12)
+    assert [row["response"] for row in rows] == [text.replace("\ud800", "\\ud800") for text in texts]
+    assert {row["note"] for row in rows} == {1} and {row["restart"] for row in rows} == {0}
 
 
 def test_splits_and_steps_of_samples(tmp_path: Path) -> None:
@@ -308,7 +306,7 @@ def test_splits_and_steps_of_samples(tmp_path: Path) -> None:
         run.samples(5, [{}], "val/../x")
     assert sample_splits(tmp_path / "run") == ["train", "val", "val_.._x"]
     assert sample_steps(tmp_path / "run") == [3, 1_234_567] and sample_steps(tmp_path / "run", "val") == [0]
-    assert not list(tmp_path.glob("*.jsonl")) and sample_steps(tmp_path / "run", "val_.._x") == [5]
+    assert not list(tmp_path.glob("*.parquet")) and sample_steps(tmp_path / "run", "val_.._x") == [5]
 
 
 def test_a_folder_without_files_reads_as_empty(tmp_path: Path) -> None:
@@ -316,6 +314,7 @@ def test_a_folder_without_files_reads_as_empty(tmp_path: Path) -> None:
     assert read_object(tmp_path / "run.json") == {} and sample_splits(tmp_path) == []
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

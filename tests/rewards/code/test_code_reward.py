@@ -290,6 +290,7 @@ def test_a_completion_of_the_prompt_and_what_the_prompt_imports():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "why"),
     [
@@ -337,6 +338,7 @@ def test_broken_tests_are_errors_and_no_wrong_answer(tests, program):
         judge(program, tests)
 
 
+@pytest.mark.slow
 def test_tests_that_an_answer_upsets_are_failed():
     assert (
         "the test did not end" in judge("def f(x): return 1", ["x = f(1)\nwhile x: pass\nassert x"])["failed"][0]["why"]

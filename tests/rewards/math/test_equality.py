@@ -85,6 +85,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", HOSTILE, ids=range(len(HOSTILE)))
 def test_what_cannot_be_computed_is_wrong_at_once(answer):
     for gold in GOLDS:

@@ -9,6 +9,7 @@ from distflow.rewards.math.reward import compute_score
 from tests.rewards.math_peers import RESPONSES, RIGHT, WRONG
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("table", "score"), [(RIGHT, 1.0), (WRONG, 0.0)], ids=["right", "wrong"])
 def test_the_cases_of_other_verifiers(table, score):
     pairs = [(gold, answer) for gold, _, answer in (line.partition(" ##") for line in table.strip().splitlines())]
@@ -49,6 +50,7 @@ def test_a_full_memory_or_stack_is_no_verdict(monkeypatch, fault, owner, name, g
     assert called
 
 
+@pytest.mark.slow
 def test_an_answer_too_deep_to_be_read_or_evaluated_is_wrong():
     for answer in (
         r"\sum_{k=\pi}^{1 1/2} k",

@@ -709,6 +709,7 @@ def test_no_computation_is_a_number(operation, a, b):
         assert compute_score("d", rf"\boxed{{{echo}}}", compute(a, b)) == 0.0
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.integers(-(10**6), 10**6), st.integers(1, 999), st.sampled_from(["{}/{}", r"\frac{{{}}}{{{}}}", "x={}/{}"]))
 def test_a_fraction_of_integers_is_a_number(numerator, denominator, form):

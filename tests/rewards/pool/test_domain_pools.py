@@ -68,6 +68,7 @@ def test_a_domain_has_its_own_deadline() -> None:
         assert [judgement.reward_result for judgement in reward_results] == [Score(1.0), Timeout(0.3)]
 
 
+@pytest.mark.slow
 def test_a_function_that_hangs_on_every_response_is_given_up(tmp_path: Path) -> None:
     """After a number of scores, not a whole group: here in time for a group that would take ten minutes. One that has
     returned before is not given up."""

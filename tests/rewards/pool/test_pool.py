@@ -316,6 +316,7 @@ def test_a_function_that_cannot_be_loaded_is_the_users_error(tmp_path, source, m
     assert message in str(raised.value) and "reward.py" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_workers_import_no_torch_and_asyncio_only_for_functions_that_need_it():
     code = """
         import sys, distflow.rewards.pool.worker

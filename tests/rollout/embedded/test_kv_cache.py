@@ -127,6 +127,7 @@ def test_new_weights_a_new_version_and_released_memory_leave_nothing_to_find(eng
     story(model, tell_released, shares_weights=True, **ENGINES[engine])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_ran_over_keys_and_values_of_two_weights_is_not_kept(engine: str) -> None:
     model, later = make_model(), make_model(seed=1)
@@ -180,6 +181,7 @@ def test_a_batch_invariant_engine_keeps_nothing_so_that_bits_follow_from_the_req
     story(make_model(), tell, batch_invariant=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_same_turns_give_the_same_bits_in_a_new_engine_and_after_a_new_version(engine: str) -> None:
     requests = [turn(prompt_of(length), row) for row, length in enumerate((5, 17, 40, 61))]
@@ -196,6 +198,7 @@ def test_the_same_turns_give_the_same_bits_in_a_new_engine_and_after_a_new_versi
     assert all(each == bits[0] for each in bits) and bits[0][0].num_cached_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps_ends", [False, True])
 def test_found_is_the_longest_row_of_blocks_that_a_prompt_begins_with(keeps_ends: bool) -> None:
     """Against brute force over all that was added, while nothing is forgotten."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from distflow.errors import TrustError
+from distflow.observe.writing.timing import Waits
 from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.weight_sync import sender
@@ -151,7 +152,7 @@ class Engine:
 
 
 def receive_from(engine: Engine) -> Any:
-    return WeightReceiver(engine, Session())  # type: ignore[arg-type]
+    return WeightReceiver(engine, Session(), Waits())  # type: ignore[arg-type]
 
 
 def test_a_receiver_asks_the_engine_what_it_holds() -> None:

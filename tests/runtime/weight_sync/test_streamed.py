@@ -32,7 +32,7 @@ class Serving:
         self.model, self.source = make_model(seed=0), make_model(seed=1)
         self.engine: EmbeddedEngine = make_engine(self.model)
         self.thread, self.port = thread, StreamedWeights(Waits())
-        self.detach = self.port.attach(WeightReceiver(self.engine, thread))
+        self.detach = self.port.attach(WeightReceiver(self.engine, thread, Waits()))
 
     def sent(self) -> list[tuple[str, Tensor]]:
         return list(self.source.named_parameters())
@@ -89,7 +89,7 @@ def test_an_engine_with_a_part_of_a_version_serves_nobody(serving: Serving) -> N
     serving.detach()
     with pytest.raises(RuntimeError, match="loaded only a part of its last weights"):
         serving.generate().result(WITHIN_S)
-    serving.port.attach(WeightReceiver(serving.engine, serving.thread))
+    serving.port.attach(WeightReceiver(serving.engine, serving.thread, Waits()))
     serving.detach = lambda: None
 
 

@@ -155,6 +155,15 @@ def on_turns(values: Tensor, turn_index: Tensor) -> Tensor:
     return under_mask(values.gather(1, turn_index.clamp(min=0)), turn_index >= 0)
 
 
+def action_index(turn_index: Tensor, dim: int) -> Tensor:
+    """The number of each token's action in its sample, `(bs, response_length)`: an action is `dim` tokens of a turn, or
+    what is left of it at its end; -1 outside turns."""
+    places = torch.arange(turn_index.shape[1], device=turn_index.device).expand_as(turn_index)
+    rank = places - torch.where(first_tokens(turn_index), places, 0).cummax(dim=1).values
+    begins = (turn_index >= 0) & (rank % dim == 0)
+    return torch.where(turn_index >= 0, begins.cumsum(dim=1) - 1, -1)
+
+
 def first_tokens(turn_index: Tensor) -> Tensor:
     """bool `(bs, response_length)`: the first token of each turn; a turn's tokens share its index."""
     earlier = torch.nn.functional.pad(turn_index, (1, 0), value=-1).cummax(dim=1).values[:, :-1]

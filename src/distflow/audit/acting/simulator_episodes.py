@@ -22,7 +22,7 @@ def check_simulator(recorded: RecordedStep, sample: Sample, turns: Sequence[Any]
     ((_, first),) = called["begin"]
     results = [result for _, result in called["act"]]
     options: dict[str, Any] = dict(recorded.config.actor_rollout_ref.rollout.workflow_kwargs)
-    dim = len(_bounds(options["actions"]))
+    dim = len(bounds_of(options["actions"]))
     for number, turn in enumerate(turns):
         if number < len(results):
             _check_actions(who, options, turn.drawn, called["act"][number], dim)
@@ -42,7 +42,7 @@ def check_simulator(recorded: RecordedStep, sample: Sample, turns: Sequence[Any]
 def _check_actions(who: str, options: Mapping[str, Any], drawn: Sequence[int], call: tuple[Any, ...], dim: int) -> None:
     """The numbers of the actions, by the distance of their tokens from the first one."""
     given, result = call
-    bounds, bins = _bounds(options["actions"]), int(options["actions"].get("bins", 256))
+    bounds, bins = bounds_of(options["actions"]), int(options["actions"].get("bins", 256))
     for step, action in enumerate(given["actions"]):
         places = [(number - a) / (b - a) * bins - 0.5 for number, (a, b) in zip(action, bounds, strict=True)]
         tokens = drawn[step * dim : (step + 1) * dim]
@@ -54,7 +54,7 @@ def _check_actions(who: str, options: Mapping[str, Any], drawn: Sequence[int], c
         raise Wrong(f"{who} executed {len(ends)} of {len(given['actions'])} actions, with ends {ends}")
 
 
-def _bounds(options: Mapping[str, Any]) -> list[tuple[float, float]]:
+def bounds_of(options: Mapping[str, Any]) -> list[tuple[float, float]]:
     """Of each dimension."""
     if "statistics" in options:
         found = json.loads(Path(options["statistics"]).read_text("utf-8"))

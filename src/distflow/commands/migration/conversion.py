@@ -5,7 +5,7 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -238,6 +238,8 @@ def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
             found = {ours: [take(own + key) for key in there if own + key in values] for ours, there in keys.items()}
             reward = {"name": "judge", "options": {ours: each[0] for ours, each in found.items() if each and each[0]}}
             draft.missing += [] if found["base_url"] else [f"rewards.{name}: serve its judge; set base_url in {where}"]
+        elif reward:
+            take(f"{own}model_args.model_name_or_path")  # a rule takes only its tokenizer
         domains[name] = {"reward": [reward or "math"], "tags": take(f"{own}tag_included") or [name]}
         weight = take(f"{_SHARES}.{name}")
         domains[name] |= {} if weight is None else {"weight": weight}
@@ -323,15 +325,22 @@ def compose(draft: Conversion) -> Loaded:
         try:
             return load_config(draft.preset, [f"{key}={text}" for key, text in draft.overrides.items()], complete=False)
         except ConfigError as error:
-            before = len(draft.overrides)
-            for problem in error.problems:
-                keys = (subject.partition(" ")[0] for subject, where in problem.places if where == COMMAND_LINE)
-                pairs = ((name, key) for key in keys for name in draft.overrides)
-                set_here = (own for own, key in pairs if f"{own}.".startswith(f"{key}.") or key.startswith(f"{own}."))
-                if key := next(set_here, ""):
-                    draft.drop(key, "; ".join(filter(None, (problem.what, problem.advice))))
-            if len(draft.overrides) == before:
+            if not _drop_rejected(draft, error):
                 raise
+
+
+def _drop_rejected(draft: Conversion, error: ConfigError, unless: Container[str] = ()) -> bool:
+    """Drop a key of each problem, but not of those that name one of the others; whether there was one."""
+    before = len(draft.overrides)
+    for problem in error.problems:
+        places = [(subject.partition(" ")[0], where) for subject, where in problem.places]
+        if any(key in unless for key, _ in places):
+            continue
+        pairs = ((name, key) for key, where in places if where == COMMAND_LINE for name in draft.overrides)
+        set_here = (own for own, key in pairs if f"{own}.".startswith(f"{key}.") or key.startswith(f"{own}."))
+        if key := next(set_here, ""):
+            draft.drop(key, "; ".join(filter(None, (problem.what, problem.advice))))
+    return len(draft.overrides) < before
 
 
 def as_file(draft: Conversion, loaded: Loaded) -> dict[str, object]:
@@ -346,7 +355,9 @@ def as_file(draft: Conversion, loaded: Loaded) -> dict[str, object]:
 
 def add_migrate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "file", help="a Python script, a shell script or a YAML file of TRL, OpenRLHF, verl, ROLL or AReaL"
+        "file",
+        metavar="FILE",
+        help="a Python script, a shell script or a YAML file of TRL, OpenRLHF, verl, ROLL or AReaL",
     )
     parser.add_argument("--to", metavar="FILE", type=Path, help="write the config to this file instead of the screen")
     parser.add_argument(
@@ -390,7 +401,7 @@ def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
             draft.missing.append(f"{key} must be set: it is not in the file")
     why = "it may run on another machine than this one"
     elsewhere: list[tuple[str, object, str]] = [("trainer.device", "cpu", why), ("trainer.launcher", "ray", why)]
-    elsewhere += [(key, False, why) for key in schema_keys() if key.endswith("_offload")]
+    elsewhere += [(key, False, why) for key in schema_keys() if key.endswith(("_offload", "offload_policy"))]
     while model and any(files.values()):
         try:
             read_config(with_changes(loaded, elsewhere))
@@ -402,6 +413,9 @@ def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
                 draft.drop(key, f"it has no effect with these settings ({draft.preset})")
             loaded = compose(draft)
         except UserError as error:
+            if isinstance(error, ConfigError) and _drop_rejected(draft, error, {key for key, *_ in elsewhere}):
+                loaded = compose(draft)
+                continue
             draft.missing.append(f"a run would be rejected: {error}")
             break
     return loaded

@@ -13,6 +13,7 @@ from distflow.commands.migration.script_evaluation import (
 from distflow.commands.migration.yaml_and_shell import ForeignSettings, Unread
 from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError
+from distflow.rewards.foreign_signatures import ABSENT
 
 _REWARDS = "my_rewards.py"
 _ELSEWHERE = """\
@@ -77,6 +78,7 @@ def read_script(text: str, arguments: Mapping[str, object], devices: int | None)
             and not (isinstance(value, Unread) and script.has_options and not owner)
         ):
             found.add(*_as_setting(key, value, found.remarks), at)
+            found.remarks += _absent_parameters(script, value) if key == "reward_funcs" else []
     for key in (key for key in arguments if script.has_options and key not in script.fields):
         found.add(key, arguments[key], 0)
     if script.has_options and not arguments and not script.has_mapping:
@@ -142,6 +144,7 @@ class _TrlScript(Script):
         elif (kind := self.kind_of(name, "Config")) is not None:
             config = Object(name, made=len(self.configs))
             self.configs.append((kind, node.lineno))
+            named = dict(zip(("output_dir",), values, strict=False)) | dict(named)
             self.give(kind, named, node.lineno, config.made)
             self.set_attributes(config, named)
             return [config]
@@ -189,6 +192,8 @@ def _weigh(values: dict[str, object], remarks: list[str]) -> None:
     """TRL's weights of reward functions stand beside them; ours with each. A penalty of long responses is a setting."""
     functions, weights = values.pop("reward.functions", None), values.get("reward_weights")
     parts = functions["default"] if isinstance(functions, dict) else []
+    if "math" in parts:  # TRL's accuracy_reward, which reads this column
+        values.setdefault("data.answer_key", "solution")
     if isinstance(weights, list | tuple) and len(weights) == len(parts):
         named = [part if isinstance(part, dict) else {"name": part} for part in parts]
         parts = [part | {"weight": weight} for part, weight in zip(named, weights, strict=True)]
@@ -251,6 +256,15 @@ def _plain(value: object) -> object:
     parts = [_plain(part) for part in (value.values() if isinstance(value, dict) else value)]
     found = dict(zip(value, parts, strict=True)) if isinstance(value, dict) else parts
     return next((part for part in parts if isinstance(part, Unread)), found)
+
+
+def _absent_parameters(script: Script, value: object) -> list[str]:
+    """A line for each reward function that requires what only TRL's trainer has."""
+    names = [each.name for each in (value if isinstance(value, list) else [value]) if isinstance(each, Object)]
+    required = {name: script.required(name) & {*ABSENT} for name in names}
+    return [
+        f"reward_funcs: {name} takes {min(own)}, which does not exist here" for name, own in required.items() if own
+    ]
 
 
 def _as_reward(value: object, remarks: list[str]) -> object:

@@ -430,6 +430,11 @@ class Script(ABC):
             return [_converted(lambda parts: posixpath.join(*parts), values)]
         return []
 
+    def required(self, function: str) -> set[str]:
+        """The parameters without a default of a function of the script."""
+        node = self.functions.get(function)
+        return set() if node is None else {argument.arg for argument, default in _parameters(node) if default is None}
+
     def _returned(
         self, node: ast.Call, name: str, owner: object, values: list[object], named: Mapping[str, object]
     ) -> object:

@@ -189,6 +189,11 @@ class EmbodiedSamplingConfig:
     accuracy_lower_bound: float = key(0.1, "of that share", minimum=0, maximum=1)
     accuracy_upper_bound: float = key(0.9, "of that share", minimum=0, maximum=1)
     filter_truncated: bool = key(False, "drop groups with an episode that reached the simulator's time limit")
+    oversample_factor: float = key(
+        1.0,
+        "groups in flight, as a multiple of those that a step lacks; unfinished ones come first in the next step",
+        minimum=1,
+    )
 
 
 @dataclass(frozen=True)
@@ -247,6 +252,18 @@ class AlgorithmConfig:
         "source of an agent's advantages: the episode's score, the agent's own, or the margin of its own over the "
         "mean of the others'",
         choices=("shared", "own", "margin"),
+    )
+    logprob_level: str = key(
+        "token",
+        "what has a ratio in the policy loss: each token, or each action or chunk of actions in a simulator, whose "
+        "log-prob is the sum over their tokens",
+        choices=("token", "action", "chunk"),
+    )
+    reward_level: str = key(
+        "token",
+        "where an episode's score in a simulator is: on its last token, or each env step's part on the last token of "
+        "its action, or each chunk's on that of the chunk",
+        choices=("token", "action", "chunk"),
     )
     bootstrap_truncated: bool = key(False, "GAE bootstraps a truncated response with the critic's last value, not 0")
     use_kl_in_reward: bool = key(False, "subtract the KL to the reference from the token rewards")

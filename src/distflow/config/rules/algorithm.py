@@ -239,7 +239,7 @@ def _has_several_rewards(algorithm: AlgorithmConfig) -> bool:
 def rewards_of_turns(config: Config) -> Iterator[Finding]:
     """If advantages are per turn or agent, no key reduces an episode to a single reward."""
     algorithm = config.algorithm
-    if _has_several_rewards(algorithm):
+    if _has_several_rewards(algorithm) or algorithm.reward_level != "token":
         keys = [*changed_from_default(flatten(config), _OF_SUMS[:3])]
         if is_on(algorithm.reward_norm):
             keys.append(f"{_REWARD_NORM}.{'mean' if algorithm.reward_norm.mean_level else 'std'}_level")
@@ -265,6 +265,24 @@ def rewards_of_agents(config: Config) -> Iterator[Finding]:
     if estimator and estimator.reads_parts:
         what = f"{config.algorithm.adv_estimator} reads the parts of the reward, which no agent has"
         yield Finding((key, _ESTIMATOR), what, f"set {_ESTIMATOR}=grpo")
+
+
+def levels(config: Config) -> Iterator[Finding]:
+    """Only episodes in simulators have actions and chunks, and no correction of tokens changes their log-probs."""
+    algorithm, workflow = config.algorithm, config.actor_rollout_ref.rollout.workflow
+    for name in ("logprob_level", "reward_level"):
+        key = f"algorithm.{name}"
+        if getattr(algorithm, name) != "token" and workflow != "simulator":
+            what = "actions and chunks are those of a policy in a simulator"
+            yield Finding((key, f"{ROLLOUT}.workflow"), what, f"set {key}=token, or {ROLLOUT}.workflow=simulator")
+    of_tokens = {
+        f"{_CORRECTION}.rollout_is": algorithm.rollout_correction.rollout_is,
+        f"{_CORRECTION}.rollout_rs": algorithm.rollout_correction.rollout_rs,
+        f"{ACTOR}.off_policy_mask_threshold": config.actor_rollout_ref.actor.off_policy_mask_threshold,
+    }
+    for key in (key for key, value in of_tokens.items() if value and algorithm.logprob_level != "token"):
+        what = "it is of tokens, and the ratio is of actions or chunks"
+        yield Finding((key, "algorithm.logprob_level"), what, "remove it, or set algorithm.logprob_level=token")
 
 
 _LIMITS = ("max_turns", "length", "context")
@@ -317,5 +335,5 @@ NORMALIZATION_RULES = (
 )
 RULES = (
     *NORMALIZATION_RULES,
-    *(kl_control, clip_ratios, corrections, old_log_probs, rejection, dynamic_sampling, limit_penalty),
+    *(kl_control, clip_ratios, corrections, old_log_probs, rejection, dynamic_sampling, levels, limit_penalty),
 )

@@ -78,6 +78,7 @@ class SimulatorWorkflow:
 
     async def _play(self, chat: Chat, episode: Episode, codec: ActionTokens) -> dict[str, Any]:
         frames, num_steps, total, success, reason, decisions = list[str](), 0, 0.0, False, "", 0
+        step_rewards = list[list[float]]()
         while not reason:
             paths = _store_images(episode.seen, chat)
             frames += paths[:1]
@@ -87,10 +88,12 @@ class SimulatorWorkflow:
             chunk = codec.decode(reply.token_ids)[: self._execute]
             talk.finish_reason = ENV_ERROR
             steps: list[bool] = []
+            step_rewards.append([])
             if len(chunk):
                 with chat.clock_stopped():
                     result = await episode.step(chunk.tolist())
                 steps = result["success"]
+                step_rewards[-1] = result["rewards"] if self._score == "return" else _first(steps, success)
                 num_steps, total = num_steps + len(steps), total + sum(result["rewards"])
                 success = success or any(steps)
                 reason = "stop" if result["terminated"][-1] else MAX_STEPS if result["truncated"][-1] else ""
@@ -102,7 +105,7 @@ class SimulatorWorkflow:
         if decisions and (last := _store_images(episode.seen, chat)):
             frames.append(last[0])
         facts = {"success": float(success), "env_steps": num_steps, "episode_len": decisions, "return": total}
-        extra = {"frames": frames, "instruction": episode.seen.instruction}
+        extra = {"frames": frames, "instruction": episode.seen.instruction, "step_rewards": step_rewards}
         return {"score": facts[self._score], "acc": float(success), **facts, "extra": extra}
 
     def _encoded(self, chat: Chat, seen: Observation, paths: Sequence[str]) -> tuple[int, ...]:
@@ -130,6 +133,11 @@ class SimulatorWorkflow:
             size = f"{bins} tokens from {token}"
             raise ChatError(f"actions: the tokenizer has {chat.tokens.vocabulary} tokens, not {size} (first_token)")
         return ActionTokens(low, high, bins, token, self._chunk, is_quantiles)
+
+
+def _first(steps: Sequence[bool], before: bool) -> list[float]:
+    """1 at the step of the episode's first success."""
+    return [float(won and not before and not any(steps[:place])) for place, won in enumerate(steps)]
 
 
 def _store_images(seen: Observation, chat: Chat) -> list[str]:

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -111,7 +112,14 @@ def given_by(
         if theirs != ours:
             run = measured.rates.source
             raise UserError(f"{run} cannot calibrate this plan: its {what} is '{theirs}', and this run's is '{ours}'")
-    return RunFacts(limits, measured.lengths(config), measured.rates)
+    most = longest_scoring(config)
+    rates = replace(measured.rates, scores=tuple(min(seconds, most) for seconds in measured.rates.scores))
+    return RunFacts(limits, measured.lengths(config), rates)
+
+
+def longest_scoring(config: Config) -> float:
+    """Seconds after which all calls for a group have ended, by their timeout."""
+    return config.reward.timeout_s * ceil(config.actor_rollout_ref.rollout.n / config.reward.num_workers)
 
 
 def _plan_of(plan_json: Mapping[str, Any]) -> Plan:

@@ -20,7 +20,7 @@ from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.hugging_face_hub import is_local_model
 from distflow.import_target import placeholders
-from distflow.launch.plans.measured_run import MeasuredRun, given_by, measured_run
+from distflow.launch.plans.measured_run import MeasuredRun, given_by, longest_scoring, measured_run
 from distflow.models.paths import BUILTIN_PREFIX, PACKAGE_PREFIX, resolve_path
 from distflow.planning.allocation_expression import AllocatedPart, follow_allocation, parse_allocation
 from distflow.planning.known_models_and_devices import Device, ModelShape, device_here, find_device, find_shape
@@ -43,6 +43,7 @@ _MANY_ROWS = 10**5  # of a data set whose rows are not counted
 _MOST_ROWS_BYTES = 32 * 2**20
 _UNLOADED = ("torch", "transformers", "ray")
 _SEEDS, _STEPS = 5, 16
+_OF_REWARDS = ("reward.timeout_s", "reward.num_workers")
 _FORMS = "rollout+1, rollout-1, staleness+1, rewards*2, response/2, or key=value"
 
 
@@ -165,6 +166,9 @@ class RunPlanner:
         }
         if scores := run.times.rates.scores:
             draws = {"reward": lambda random: random.choice(scores)} | draws
+        if draw := draws.get("reward"):
+            most = longest_scoring(run.config)
+            draws["reward"] = lambda random: min(draw(random), most)
         drawn: Any = {name: draw for name, draw in draws.items() if name != "mtbf"}
         costs = replace(setup.costs, **drawn)
         setup = replace(setup, costs=costs, reward_workers=run.config.reward.num_workers, seed=seed)
@@ -311,6 +315,12 @@ def outcomes(planner: RunPlanner, changes: Sequence[str]) -> list[Outcome]:
     """The run as it is, then with each change. Raises UserError for one that is none."""
     keys = [(change, keys_of(change, planner.loaded.config)) for change in changes]
     found = [_outcome(planner, "as it is", ())]
+    if not (planner.run.times.rates.scores or planner.seconds.get("reward")):
+        for change in (change for change, own in keys if any(each.startswith(_OF_REWARDS) for each in own)):
+            raise UserError(
+                f"--what-if {change}: this plan takes no time for rewards, so the change would do nothing: calibrate "
+                "it by a run (--from RUN), or set --reward-seconds"
+            )
     for change, own in keys:
         try:
             found.append(_outcome(replace(planner, overrides=(*planner.overrides, *own)), change, own))

@@ -18,6 +18,7 @@ from distflow.observe.metrics import find_metric
 from distflow.observe.report import chart_data as charts
 from distflow.observe.report import doctor, domains, findings, samples, summary_sentences
 from distflow.observe.report import graph_and_timelines as step
+from distflow.observe.report.invoice import charges, invoice_json, journal_of, price_of
 from distflow.observe.report.summary_sentences import Accuracy, EventGroup, Finding, Steps, known_values
 from distflow.observe.run_reader import Event
 from distflow.observe.sanitized_output import escape_control
@@ -47,6 +48,7 @@ _PARTS = (
     "figures",
     "step",
     "timeline",
+    "invoice",
     "domains",
     "reward_results",
     "samples",
@@ -139,7 +141,8 @@ class RunPages:
     @cached_property
     def for_rules(self) -> findings.RunRecords:
         config = run_reader.read_config(self.run_dir)
-        return findings.RunRecords(self.run_dir, self.timeline, self.steps, config, self.activity)
+        charged = charges(journal_of(self.activity, self.timeline, self.records, self.events))
+        return findings.RunRecords(self.run_dir, self.timeline, self.steps, config, self.activity, charged)
 
     @cached_property
     def examination(self) -> doctor.Examination:
@@ -208,6 +211,7 @@ class RunPages:
         return {
             "pipeline": step.pipeline_graph(self.run_dir, self.steps),
             "timelines": step.timelines(self.activity, self.records),
+            "invoice": invoice_json(self.for_rules.charges, price_of(self.for_rules.config)),
         }
 
     def setup(self) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from distflow.observe.report.chart_data import tabulate
 from distflow.observe.report.findings import (
     MAX_SHOWN,
     MAX_UIDS,
-    MUCH,
     PLANNED,
     RunRecords,
     accuracy_counts_nothing,
@@ -20,14 +19,16 @@ from distflow.observe.report.findings import (
     data_order,
     equal_groups,
     greedy_and_sampled,
-    idle_sides,
     no_update,
     predicted_and_measured,
     reward_errors_of,
     starved_prompts,
+    starving,
     truncation,
+    unaccounted,
 )
 from distflow.observe.report.graph_and_timelines import read_activity
+from distflow.observe.report.invoice import Charge, charges, journal_of
 from distflow.observe.report.step_rules import (
     MANY_STEPS,
     STEP_RULES,
@@ -37,12 +38,12 @@ from distflow.observe.report.step_rules import (
     rules_over,
 )
 from distflow.observe.report.summary_sentences import Finding, Steps, failure, known_values, readable_s, status
-from distflow.observe.run_reader import read_config, read_events, read_metrics, read_samples, read_timeline
-from distflow.observe.writing.run_folder import sample_file_name
+from distflow.observe.run_reader import MAX_BYTES, read_config, read_events, read_metrics, read_samples, read_timeline
+from distflow.observe.sample_files import SAMPLES, sample_file_name
 
 
 class RunRule(NamedTuple):
-    """needs: a metric, or "groups" or "decoding". check: over the whole run. A finding whose tone is good or unknown is
+    """needs: a metric, or "groups" or "spans". check: over the whole run. A finding whose tone is good or unknown is
     no problem."""
 
     name: str
@@ -53,7 +54,7 @@ class RunRule(NamedTuple):
     def can_look(self, run: RunRecords) -> bool:
         there = {
             "groups": lambda: bool(run.activity.groups),
-            "decoding": lambda: run.activity.decodes,
+            "spans": lambda: bool(run.charges),
             "": lambda: True,
         }
         return there[self.needs]() if self.needs in there else self.needs in run.metrics
@@ -61,9 +62,18 @@ class RunRule(NamedTuple):
 
 def records_of(run_dir: Path) -> RunRecords:
     """What there is in a run's folder."""
-    timeline = read_timeline(run_dir)
-    steps = tabulate(read_metrics(run_dir, timeline))
-    return RunRecords(run_dir, timeline, steps, read_config(run_dir), read_activity(run_dir))
+    timeline, activity = read_timeline(run_dir), read_activity(run_dir)
+    records, events = read_metrics(run_dir, timeline), read_events(run_dir, timeline)
+    charged = charges(journal_of(activity, timeline, records, events))
+    return RunRecords(run_dir, timeline, tabulate(records), read_config(run_dir), activity, charged)
+
+
+def read_charges(run_dir: Path, step: int | None = None) -> list[Charge]:
+    """The idle invoice of a whole run, or of one step."""
+    num_files = len([*(run_dir / "spans").glob("*.jsonl")])
+    timeline, activity = read_timeline(run_dir), read_activity(run_dir, MAX_BYTES // max(num_files, 1))
+    records, events = read_metrics(run_dir, timeline), read_events(run_dir, timeline)
+    return charges(journal_of(activity, timeline, records, events, step))
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ def _with_samples(run: RunRecords, found: Finding) -> Finding:
     sizes = {str(row.get("uid")): to_number(row.get(found.worst)) for row in rows}
     known = {uid: abs(size) for uid, size in sizes.items() if size is not None}
     uids = found.uids or tuple(sorted(known, key=lambda uid: -known[uid])[:MAX_UIDS])
-    name = f"samples/{sample_file_name(found.first, 'train')}"
+    name = f"{SAMPLES}/{sample_file_name(found.first, 'train')}"
     return found._replace(uids=uids, files=("metrics.jsonl", *([name] if rows else [])))
 
 
@@ -145,11 +155,6 @@ def failed_run(run: RunRecords) -> Finding | None:
     text = f"The run failed: {error.message[:MAX_SHOWN]}"
     advice, files = "Its traceback is in events.jsonl.", ("events.jsonl",)
     return Finding("bad", text, advice, rule="run-failed", level="error", first=error.step, files=files)
-
-
-def _idle(run: RunRecords, trainer_waits: bool) -> Finding | None:
-    found = idle_sides(run.activity, run.config)
-    return next((each for each in found if (each.numbers["trainer waits"] >= MUCH) == trainer_waits), None)
 
 
 def _no_update(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
@@ -187,8 +192,9 @@ RUN_RULES: tuple[RunRule, ...] = (
         "",
         lambda run: greedy_and_sampled(run.run_dir, run.timeline, run.steps, run.config),
     ),
-    RunRule("starving-trainer", "decoding", "warning", lambda run: _idle(run, trainer_waits=True)),
-    RunRule("starving-rollout", "decoding", "warning", lambda run: _idle(run, trainer_waits=False)),
+    RunRule("starving-trainer", "spans", "warning", lambda run: starving(run, is_trainer=True)),
+    RunRule("starving-rollout", "spans", "warning", lambda run: starving(run, is_trainer=False)),
+    RunRule("unaccounted-time", "spans", "warning", unaccounted),
     RunRule("slow-prompts-starved", "groups", "warning", starved_prompts),
     RunRule(
         PLANNED,

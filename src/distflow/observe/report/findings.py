@@ -1,7 +1,4 @@
-"""Findings on a run's numbers, in words: most important first, with the key to change.
-
-Also which side waits for the other if rollout and training overlap.
-"""
+"""Findings on a run's numbers, in words: most important first, with the key to change."""
 
 import math
 import statistics
@@ -13,11 +10,9 @@ from pathlib import Path
 
 from distflow.errors import joined
 from distflow.observe.crash_safe_files import JSON, to_number
+from distflow.observe.report import invoice
 from distflow.observe.report.graph_and_timelines import RunActivity
 from distflow.observe.report.samples import evenly
-from distflow.observe.report.step_rules import (
-    MANY_STEPS,
-)
 from distflow.observe.report.summary_sentences import REWARD, Finding, Steps, known_values
 from distflow.observe.run_reader import (
     RIGHT,
@@ -34,8 +29,19 @@ PLANNED, MISSED = "slower-than-plan", 0.5
 """The rule, and the share of what was measured by which a plan may miss it."""
 UNPLANNED = ("eval", "save", "save_wait", "start")
 """Phases that a plan leaves out."""
-MUCH, LITTLE = 0.3, 0.15
-"""Shares of the time above which idleness is reported, and below which it does not count."""
+MUCH, _LAST_STEPS = 0.2, 20
+"""The share of the last steps above which idleness is reported."""
+_ADVICE = {
+    invoice.REWARD: "Give the reward functions more processes (reward.num_workers), or a shorter reward.timeout_s.",
+    invoice.GENERATE: "Generation is the slower side: give it more devices, or fewer and shorter responses.",
+    invoice.TAIL: "A few long responses hold up the step: a shorter data.max_response_length, or async.max_staleness.",
+    invoice.LOADER: "Rows are made too slowly: set data.lazy=false, or prepare the data beforehand.",
+    invoice.OF_RANK: "One rank is slower than the others: look at its machine, and at the sizes of its share.",
+    "tool ": "Episodes wait for their tools: make these faster, or run more groups.",
+    "environment": "Episodes wait for their environment: make it faster, or run more groups.",
+    invoice.NODES: "The rollout's own nodes take this time: look at custom nodes and workflows.",
+    invoice.OF_TRAINER: "Training is the slower side: give it more devices, or lower async.max_staleness.",
+}
 MAX_SHOWN, MAX_UIDS, _MAX_FILES = 300, 5, 10
 _SOME_ERRORS, _MANY_ERRORS = 0.02, 0.1
 _FEW_DROPPED = 20
@@ -43,13 +49,14 @@ _FEW_DROPPED = 20
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What the rules read of a run. config: as in config.yaml, empty if unknown."""
+    """What the rules read of a run. config: as in config.yaml, empty if unknown. charges: of the idle invoice."""
 
     run_dir: Path
     timeline: Timeline
     steps: Steps
     config: Mapping[str, JSON]
     activity: RunActivity
+    charges: Sequence[invoice.Charge] = ()
 
     @cached_property
     def metrics(self) -> frozenset[str]:
@@ -316,41 +323,31 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def idle_sides(activity: RunActivity, config: Mapping[str, JSON]) -> list[Finding]:
-    """Idle sides over the last quarter of the steps, at least four, in which groups still started, since none are left
-    at the end of a run. Empty for a synchronous run, where one side always waits."""
-    staleness = _at(config, "async", "max_staleness")
-    last_start = max((s.start for part in activity.spans.values() for s in part if s.kind == "group"), default=0.0)
-    times = sorted(t for t in activity.taken_at.values() if t <= last_start)
-    if not isinstance(staleness, int) or staleness < 1 or not activity.decodes or len(times) < MANY_STEPS:
-        return []
-    part = times[-max(len(times) // 4, MANY_STEPS // 2) - 1 :]
-    ran = activity.ran(part[0], part[-1])
-    if ran <= 0:
-        return []
-    waited = min(activity.waited(part[0], part[-1]) / ran, 1.0)
-    idle = max(1 - activity.decoded(part[0], part[-1]) / ran, 0.0)
-    if waited >= MUCH and idle <= LITTLE:
-        slower = "generation is the slower side"
-        advice = (
-            "Give it more threads (actor_rollout_ref.rollout.num_threads); more staleness would not make it faster."
-        )
-    elif waited <= LITTLE and idle >= MUCH:
-        slower, advice = "training is the slower side", "Give it more threads (trainer.num_threads)"
-        lower = f"; a lower async.max_staleness (now {staleness}) may be as fast, with fresher data"
-        advice += f"{lower if staleness > 1 else ''}."
-    elif waited >= MUCH and idle >= MUCH:
-        slower = "both wait for something else"
-        advice = (
-            "If reward functions take this time, give them more processes (reward.num_workers); or run more groups: "
-            f"async.max_staleness (now {staleness}), async.max_concurrent_rollouts."
-        )
-    else:
-        return []
-    text = f"The trainer waited for groups {waited:.0%} of the time and the engine was idle {idle:.0%} of it"
-    shares = {"trainer waits": waited, "engine idle": idle}
-    text = f"{text}, over the last {len(part) - 1} steps: {slower}."
-    return [Finding("flat", text, advice, numbers=shares)]
+def starving(run: RunRecords, is_trainer: bool) -> Finding | None:
+    """Devices that wait for the rollout (for training, if not is_trainer) for more than a fifth of the last steps."""
+    last = sorted({charge.step for charge in run.charges if charge.step is not None})[-_LAST_STEPS:]
+    found = [charge for charge in run.charges if charge.step in last]
+    idle, total = invoice.shares(found)["idle"], sum(charge.seconds for charge in found)
+    own = {cause: s / total for cause, s in idle.items() if cause.startswith(invoice.OF_TRAINER) != is_trainer}
+    if sum(own.values()) <= MUCH:
+        return None
+    named = [f"{cause.removeprefix(invoice.OF_TRAINER)} {share:.0%}" for cause, share in own.items() if share >= 0.01]
+    advice = next(
+        (text for start, text in _ADVICE.items() if next(iter(own)).startswith(start)), _ADVICE[invoice.OF_TRAINER]
+    )
+    text = f"Devices waited for {joined(named)} of the time of the last {len(last)} steps."
+    return Finding("flat", text, advice, numbers=own, files=("spans/",))
+
+
+def unaccounted(run: RunRecords) -> Finding | None:
+    """Time in which it is unknown what a device did."""
+    total = sum(charge.seconds for charge in run.charges)
+    unknown = sum(charge.seconds for charge in run.charges if charge.kind == invoice.UNKNOWN) / (total or 1.0)
+    if unknown <= invoice.MOST_UNKNOWN:
+        return None
+    text = f"Of the devices' time {unknown:.0%} is unaccounted for: no span in spans/ covers it."
+    advice = "Spans were lost with a process, or its clock was set."
+    return Finding("flat", text, advice, numbers={"unknown": unknown}, files=("spans/",))
 
 
 def starved_prompts(run: RunRecords) -> Finding | None:

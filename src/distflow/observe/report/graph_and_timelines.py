@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 
 from distflow.errors import UserError
 from distflow.observe import run_reader as reader
-from distflow.observe.crash_safe_files import JSON, encode, read_object, read_records, to_number, write_atomically
+from distflow.observe.crash_safe_files import (
+    JSON,
+    bytes_left_out,
+    encode,
+    read_object,
+    read_records,
+    to_number,
+    write_atomically,
+)
 from distflow.observe.report.summary_sentences import Steps
 from distflow.observe.run_reader import Group, MetricsRecord, fold_groups, read_spans
 from distflow.observe.writing.run_folder import Span
@@ -33,7 +41,7 @@ _STEP = re.compile(r"step (\d+)")
 class RunActivity:
     """spans: by side. trained_at: the step that trained on a group. oldest: the lowest weight version of a group's
     tokens. taken_at: when a step was taken from the sample queue. decodes: whether decoding was recorded.
-    groups: in the ledger's end."""
+    groups: in the ledger's end. cut: the actors of whose files only the end was read."""
 
     spans: Mapping[str, Sequence[Span]]
     trained_at: Mapping[int, int]
@@ -41,6 +49,7 @@ class RunActivity:
     taken_at: Mapping[int, float]
     decodes: bool
     groups: Sequence[Group] = ()
+    cut: frozenset[str] = frozenset()
 
     def staleness(self, group: Span) -> int | None:
         """Versions between the oldest weights that drew a token of a group (or, if unknown, those that it began with)
@@ -67,23 +76,18 @@ class RunActivity:
         scores = [[s for s in part if s.what == "scores"] for part in self.spans.values()]
         return sum(_covered(spans, start, end) for spans in scores if spans) / max(sum(map(bool, scores)), 1)
 
-    def ran(self, start: float, end: float) -> float:
-        """The seconds of the run without validations and saves, during which both sides are idle."""
-        phases = [s for s in self.spans.get("training", ()) if s.kind == "phase"]
-        idle = (s for s in phases if s.what in ("eval", "save", "save_wait"))
-        return _covered(phases, start, end) - _covered(idle, start, end)
 
-
-def read_activity(run_dir: Path) -> RunActivity:
-    """The activity of as much of the run as its files' ends hold."""
-    spans = read_spans(run_dir)
+def read_activity(run_dir: Path, max_bytes: int = 3_000_000) -> RunActivity:
+    """The activity of as much of the run as its files' ends hold. max_bytes: of each file."""
+    spans = read_spans(run_dir, max_bytes)
+    cut = frozenset(actor for actor in spans if bytes_left_out(run_dir / "spans" / f"{actor}.jsonl", max_bytes))
     waits = [s for s in spans.get("training", ()) if s.kind == "wait"]
     taken_at = {int(found[1]): span.end for span in waits if (found := _STEP.fullmatch(span.what))}
-    groups = fold_groups(read_records(run_dir / "ledger.jsonl", _MAX_LEDGER_BYTES, run_dir)[0])
+    groups = fold_groups(read_records(run_dir / "ledger.jsonl", max(max_bytes, _MAX_LEDGER_BYTES), run_dir)[0])
     trained_at = {group.group_id: group.step for group in groups if group.step is not None}
     oldest = {group.group_id: group.version for group in groups if group.version is not None}
     decodes = any(span.kind == "decode" for part in spans.values() for span in part)
-    return RunActivity(spans, trained_at, oldest, taken_at, decodes, groups)
+    return RunActivity(spans, trained_at, oldest, taken_at, decodes, groups, cut)
 
 
 def _covered(spans: Iterable[Span], start: float, end: float) -> float:

@@ -1,5 +1,6 @@
 """The samples in the report: responses with long texts cut, thinned by whole groups to fit; validations compared."""
 
+import io
 import math
 from base64 import b64encode
 from collections import Counter
@@ -8,10 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from distflow.errors import UserError
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import JSON, encode, to_number
-from distflow.observe.writing.run_folder import DROPPED
-from distflow.untrusted_files import read_file
+from distflow.observe.sample_files import DROPPED
+from distflow.untrusted_files import load_image, read_file
 
 MAX_TEXT = 4000
 MAX_STEPS = 40
@@ -24,6 +26,7 @@ _FAILED_FIRST = 2
 _MAX_IMAGE_BYTES = 64 * 2**10
 _MAX_IMAGES = 8
 """Of a prompt."""
+_MAX_VIDEOS, _MAX_FRAMES, _VIDEO_SIDE, _FRAME_MS, _LAST_MS = 32, 64, 160, 400, 1600
 _TEXT_KEYS = ("response", "conversation", "errors", "reward_parts")
 _KEYS = ("score", "acc", "advantage", "masked", "response_length", "finish_reason", "versions", "kind", "dropped")
 
@@ -34,7 +37,8 @@ def cut_response(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[st
     The score of a reward error and empty values are omitted.
     """
     shown = {key: cut(row.get(key), max_text if key in _TEXT_KEYS else 200) for key in (*_TEXT_KEYS, *_KEYS)}
-    shown |= {"remarks": cut(run_reader.remarks(row), max_text), "failure": run_reader.failure(row)}
+    remarks = {name: value for name, value in run_reader.remarks(row).items() if name != "frames"}
+    shown |= {"remarks": cut(remarks, max_text), "failure": run_reader.failure(row)}
     if isinstance(versions := row.get("versions"), list):
         known = [v for v in versions if isinstance(v, int) and v >= 0]
         shown["versions"] = sorted({min(known), max(known)}) if known else []
@@ -102,9 +106,10 @@ def thin_samples(run_dir: Path, timeline: run_reader.Timeline, max_bytes: int) -
         fitting = [i for i in _chosen(groups, sizes, share) if sizes[i] <= left_bytes + max_bytes]
         shown += [groups[i] for i in fitting]
         left_bytes -= sum(sizes[i] for i in fitting)
+    _videos(store, shown, for_images // 2)
     return {
         "groups": shown,
-        "images": _images(store, shown, for_images),
+        "images": _images(store, shown, for_images // 2),
         "num_groups": num_groups,
         "num_responses": num_responses,
         "num_files": len(chosen),
@@ -133,9 +138,57 @@ def sample_groups(
             "prompt_length": cut(responses[0].get("prompt_length"), 200),
             "images": _names_of_images(responses[0].get("images")),
             "responses": [cut_response(response, max_text) for response in responses[:_MAX_RESPONSES]],
+            "videos": _acted(responses[:_MAX_RESPONSES]),
         }
         for key, responses in groups.items()
     ]
+
+
+def _acted(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The frames and the instruction of an episode in a simulator that succeeded, and of one that did not."""
+    found = dict[bool, dict[str, Any]]()
+    for place, row in enumerate(rows):
+        extra, parts = row.get("extra"), row.get("reward_parts")
+        if isinstance(extra, Mapping) and isinstance(parts, Mapping) and isinstance(extra.get("frames"), list):
+            names = [Path(path).name[:100] for path in extra["frames"][:_MAX_FRAMES] if isinstance(path, str)]
+            kept = {"response": place, "frames": names, "instruction": cut(str(extra.get("instruction", "")), 200)}
+            found.setdefault(parts.get("success") == 1.0, kept)
+    return [*found.values()]
+
+
+def _videos(folder: Path, groups: Sequence[SampleGroup], max_bytes: int) -> None:
+    """Animations of these groups' episodes in place of their frames, WebP as text in base 64, as many as fit: of the
+    last steps first."""
+    left = _MAX_VIDEOS
+    for group in sorted(groups, key=lambda group: -int(group["step"])):
+        group["videos"], left = group["videos"][:left], left - len(group["videos"][:left])
+        for video in group["videos"]:
+            content = b""
+            with suppress(OSError, UserError, ImportError):
+                content = _animated([folder / name for name in video.pop("frames")]) if max_bytes > 0 else b""
+            max_bytes -= len(content) * 4 // 3
+            video["webp"] = b64encode(content).decode() if max_bytes >= 0 else ""
+        group["videos"] = [video for video in group["videos"] if video.get("webp")]
+
+
+def _animated(paths: Sequence[Path]) -> bytes:
+    """The images one after another, at most `_VIDEO_SIDE` pixels wide and high, small ones enlarged. Raises OSError,
+    UserError, ImportError."""
+    if not paths:
+        return b""
+    from PIL import Image
+
+    frames = [load_image(str(path)) for path in paths]
+    times, most = _VIDEO_SIDE // max(frames[0].size), (_VIDEO_SIDE, _VIDEO_SIDE)
+    for place, frame in enumerate(frames):
+        if times > 1:
+            frames[place] = frame.resize([times * side for side in frame.size], Image.Resampling.NEAREST)
+        else:
+            frame.thumbnail(most)
+    durations, memory = [_FRAME_MS] * (len(frames) - 1) + [_LAST_MS], io.BytesIO()
+    more = {"save_all": True, "append_images": frames[1:], "duration": durations, "loop": 0}
+    frames[0].save(memory, format="WEBP", lossless=True, **more)
+    return memory.getvalue()
 
 
 def _names_of_images(paths: object) -> list[str]:
@@ -227,7 +280,7 @@ def num_problems(run_dir: Path, timeline: run_reader.Timeline) -> dict[str, int]
         steps = _end_steps(run_dir, split, timeline) if split.startswith("val") else []
         if steps:
             problems = _by_problem(run_reader.read_samples(run_dir, steps[0], split, timeline)).values()
-            counts.update(str(rows[0].get("domain", "")) for rows in problems)
+            counts.update(str(rows[0].get("domain") or "") for rows in problems)
             counts["all"] += len(problems)
     return dict(counts)
 
@@ -254,8 +307,9 @@ def _by_problem(rows: Sequence[dict[str, JSON]]) -> dict[tuple[str, ...], list[d
 
 def _mean_score(rows: Sequence[Mapping[str, object]]) -> float | None:
     """The mean correctness of the responses, without penalties (`acc`), else the mean score. None without a score."""
-    scored = [row for row in rows if not row.get("errors")]
-    scores = [score for row in scored if isinstance(score := row.get("acc", row.get("score")), float)]
+    kept = [row for row in rows if not row.get("errors")]
+    known = [row.get("score") if row.get("acc") is None else row.get("acc") for row in kept]
+    scores = [score for score in known if isinstance(score, float)]
     return sum(scores) / len(scores) if scores else None
 
 

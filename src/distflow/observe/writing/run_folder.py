@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -20,6 +21,7 @@ from typing import Final
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import LineFile, encode, read_object, write_atomically
 from distflow.observe.metrics import nest
+from distflow.observe.sample_files import SAMPLES, SCHEMA_VERSION, SampleWriter, sample_file_name
 from distflow.observe.sanitized_output import escape_control
 
 WRITER: Final = ".writer"
@@ -34,7 +36,7 @@ FILES: Final = (
     *("trace.json", "wandb.json", "trackio.json", "mlflow.json", "mlflow.db", "swanlab.json"),
 )
 FOLDERS: Final = (
-    *("checkpoints", "samples", "dropped", "spans", "tokens", "data", "bundles", "tensorboard", "wandb", "models"),
+    *("checkpoints", SAMPLES, "spans", "tokens", "data", "bundles", "tensorboard", "wandb", "models"),
     *("profiles", "huggingface", "mlartifacts", "swanlog", "earlier"),
 )
 _LOCK: Final = "hhqqi4x"
@@ -241,12 +243,6 @@ def _begin_moving(run_dir: Path) -> Path:
     return target
 
 
-SCHEMA_VERSION = 1
-
-DROPPED = "dropped"
-"""The split of groups that no step trained on, which has its own folder."""
-
-
 @dataclass(frozen=True)
 class Span:
     """An activity or wait of an actor, from `start` to `end` (`time.time()`). step: the trainer's at the end of the
@@ -265,7 +261,7 @@ class Span:
 
 
 class RunFolder(AbstractContextManager["RunFolder"]):
-    """Appends metrics, events and spans, and writes samples and JSON files atomically. Thread-safe.
+    """Appends metrics, events and spans, and writes JSON files atomically, and samples in a thread. Thread-safe.
 
     restart: counts the starts of this run in this folder, from 0. resumed_at: the step of the checkpoint that this
     restart resumes from (-1: it starts over); readers skip records of earlier restarts about later steps. Without it,
@@ -280,6 +276,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.restart = restart
         self._part = part
         self._lock = threading.Lock()  # lines of two threads would mix, and lines that wait for a flush be lost
+        self.sample_writer = SampleWriter(partial(self.event, "warning"))
         self._claim = ExitStack()
         if not part:
             self._claim.enter_context(claimed(self.path))
@@ -334,22 +331,16 @@ class RunFolder(AbstractContextManager["RunFolder"]):
                 self._spans[actor] = LineFile(self.path / "spans" / f"{_file_name(actor)}.jsonl")
             self._spans[actor].append(record, flush=False)
 
-    def samples(
-        self, step: int, rows: Sequence[Mapping[str, object]], split: str = "train", append: bool = False
-    ) -> None:
-        """Write all samples of a step; a second call replaces the first, or adds to it."""
-        folder = samples_dir(self.path, split)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        whole = b"".join(encode({**row, "restart": self.restart}) + b"\n" for row in rows)
-        path = folder / sample_file_name(step, split, self._part)
-        if not append:
-            write_atomically(path, whole)
-            return
-        with self._lock, open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as file:
-            file.write(whole)
+    def samples(self, step: int, rows: Sequence[Mapping[str, object]], split: str = "train") -> None:
+        """Have all samples of a step written; a second call replaces the first, or adds to it if they were dropped."""
+        split = _file_name(split)
+        path = self.path / SAMPLES / sample_file_name(step, split, self._part)
+        now = time.time()
+        self.sample_writer.put(path, [{**row, "t": now, "restart": self.restart} for row in rows], step, split)
 
     def close(self) -> None:
         """Flush and close everything; a second call does nothing."""
+        self.sample_writer.close()
         with self._lock:
             if self._closed:
                 return
@@ -364,18 +355,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def _plain(self, name: str) -> Path:
         assert name == Path(name).name, f"{name!r} is not a plain file name"
         return self.path / name
-
-
-def samples_dir(run_dir: Path, split: str) -> Path:
-    """The folder of a split's sample files."""
-    return run_dir / (DROPPED if split == DROPPED else "samples")
-
-
-def sample_file_name(step: int, split: str, part: int = 0) -> str:
-    """ "000012.jsonl" for training samples, "val-000012.jsonl" for those of the split "val", "000012.3.jsonl" for those
-    written by part 3 of the run."""
-    prefix = "" if split in ("train", DROPPED) else f"{_file_name(split)}-"
-    return f"{prefix}{step:06d}{f'.{part}' if part else ''}.jsonl"
 
 
 def _file_name(name: str) -> str:

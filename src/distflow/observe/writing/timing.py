@@ -4,7 +4,8 @@ what, on whom and since when. Also progress lines for slow operations while a ru
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 
@@ -36,8 +37,8 @@ class PhaseTimer:
         """Charge the time inside to `name`; a phase that ends by an exception is charged too."""
         assert name not in ("step", "other"), f"the phase name {name!r} is taken"
         assert threading.get_ident() == self._thread, "phases of another thread would be counted twice"
+        entered, wall_start = self._clock(), time.time()  # the span includes the measurement at its beginning
         start = self._charge()
-        wall_start = time.time()
         self._open.append((name, start))
         if self._on_change:
             self._on_change(name, 0.0)
@@ -50,7 +51,7 @@ class PhaseTimer:
                 self._on_change(self.now, end - self._open[-1][1] if self._open else 0.0)
             if self._on_phase:
                 # The wall clock may be set back while a phase runs, but its length is never negative.
-                self._on_phase(wall_start, wall_start + end - start, name)
+                self._on_phase(wall_start, wall_start + end - entered, name)
 
     @property
     def now(self) -> str:
@@ -110,14 +111,22 @@ def lasting(
         reporter.join()
 
 
+DATA, ENGINE, OTHER_GROUPS, RANKS, REWARDS = "data", "rollout engine", "other groups", "other ranks", "reward functions"
+"""For whom a wait may be, where readers of the spans distinguish it."""
+
+COLLECTIVE = "a collective"
+
+
 @dataclass(frozen=True, eq=False)
 class Wait:
-    """A wait. who: the waiting loop. what: for what. on: for whom. since: `time.time()`."""
+    """A wait. who: the waiting loop. what: for what. on: for whom. since: `time.time()`. group_id: of the prompt group
+    that waits, if one does."""
 
     who: str
     what: str
     on: str
     since: float
+    group_id: int | None = None
 
     def seconds(self) -> float:
         return time.time() - self.since
@@ -140,7 +149,8 @@ class Waits:
 
     @contextmanager
     def __call__(self, who: str, what: str, on: str) -> Iterator[None]:
-        wait = Wait(who, what, on, time.time())
+        group = running_group.get()
+        wait = Wait(who, what, on, time.time(), None if group is None else group[1])
         with self._lock:
             self._now.add(wait)
         try:
@@ -154,3 +164,15 @@ class Waits:
         """The current waits, the longest first."""
         with self._lock:
             return sorted(self._now, key=lambda wait: wait.since)
+
+
+running_group: ContextVar[tuple[Waits, int] | None] = ContextVar("running_group", default=None)
+"""Where to record the waits of the running task's prompt group, and its id."""
+
+
+@contextmanager
+def group_waits(what: str, on: str) -> Iterator[None]:
+    """Record a wait of the running prompt group; nothing if none runs, as in a validation, or `on` is empty."""
+    group = running_group.get()
+    with group[0]("rollout", what, on) if group and on else nullcontext():
+        yield

@@ -4,7 +4,6 @@ other pipeline imports this module."""
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -16,10 +15,12 @@ from torch import Tensor
 from distflow.algorithms.advantages.group_estimator_base import on_last_token
 from distflow.algorithms.srpo import SrpoReward, SrpoSettings, srpo_rewards
 from distflow.config import Config
+from distflow.environments.simulators.action_tokens import action_bounds
 from distflow.errors import UserError
 from distflow.graph import Drop, NodeOutput, NodeRole, node, node_factory
 from distflow.graph.fields import register_field
 from distflow.import_target import LoadError, load_function
+from distflow.pipelines.nodes.rollout_reward_filter import reward_unit
 from distflow.training.engine import Collective
 from distflow.untrusted_files import load_image
 
@@ -47,11 +48,52 @@ def simulator_columns(reward_parts: list[Mapping[str, float]]) -> dict[str, Tens
     }
 
 
+def action_dim(config: Config) -> int:
+    """The numbers of an action. Raises UserError."""
+    return len(action_bounds(config.actor_rollout_ref.rollout.workflow_kwargs["actions"])[0])  # type: ignore[arg-type]
+
+
+@node_factory
+@node(role=NodeRole.REWARD, writes="token_level_scores", scope="group")
+def place_rewards(config: Config) -> Callable[..., object]:
+    """The node for `algorithm.reward_level`, action or chunk."""
+    dim = action_dim(config) if config.algorithm.reward_level == "action" else None
+    return partial(reward_steps, dim=dim)
+
+
+@node(role=NodeRole.REWARD, writes="token_level_scores", scope="group")
+def reward_steps(
+    scores: Tensor, reward_extra: list[Mapping[str, Any]], turn_index: Tensor, response_mask: Tensor, *, dim: int | None
+) -> Tensor:
+    """Each env step's part of the score on the last token of its action, which has `dim` tokens, or of its chunk if
+    `dim` is None. The rest of the score is on the policy's last token."""
+    parts = [extra.get("step_rewards", ()) for extra in reward_extra]
+    unit = reward_unit([[each for own in steps for each in own] for steps in parts], scores.tolist())
+    placed = torch.zeros(turn_index.shape, dtype=torch.float64)
+    drawn = torch.where(response_mask > 0, turn_index, -1)
+    for row, (score, steps, turns) in enumerate(zip(scores.tolist(), parts, drawn, strict=True)):
+        last = int((turns >= 0).nonzero().max()) if bool((turns >= 0).any()) else 0
+        for decision, own in enumerate(steps):
+            places = (turns == decision).nonzero()[:, 0].tolist()
+            for step, reward in enumerate(own):
+                end = places[-1] if dim is None else places[dim * (step + 1) - 1]
+                placed[row, end] += round(reward / unit) * unit if unit else 0.0
+        placed[row, last] += (round(score / unit) * unit if unit else score) - placed[row].sum()
+    return placed.float()
+
+
 @node_factory
 @node(role=NodeRole.DYNAMIC_SAMPLING, writes=())
 def embodied_sampling(config: Config) -> Callable[..., object]:
     """The filter of groups by `embodied_sampling`."""
-    return partial(keep_group, **asdict(config.embodied_sampling))
+    own = config.embodied_sampling
+    return partial(
+        keep_group,
+        filter_accuracy=own.filter_accuracy,
+        accuracy_lower_bound=own.accuracy_lower_bound,
+        accuracy_upper_bound=own.accuracy_upper_bound,
+        filter_truncated=own.filter_truncated,
+    )
 
 
 @node(role=NodeRole.DYNAMIC_SAMPLING, writes=())

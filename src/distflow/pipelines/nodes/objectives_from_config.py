@@ -37,7 +37,15 @@ def policy_objective(config: Config, derives_old: bool = False, corrected: bool 
         off_policy_mask_threshold=actor.off_policy_mask_threshold,
         actor={**plain(actor), **actor.policy_loss_kwargs} if loss.returns_scalar else {},
         domains=_by_domain(config, derives_old, corrected),
+        logprob_level=config.algorithm.logprob_level,
+        action_dim=_action_dim(config) if config.algorithm.logprob_level == "action" else 1,
     )
+
+
+def _action_dim(config: Config) -> int:
+    from distflow.pipelines.nodes.acting import action_dim  # no other run imports it
+
+    return action_dim(config)
 
 
 def _by_domain(config: Config, derives_old: bool, corrected: bool) -> dict[str, PolicyObjective]:
@@ -106,6 +114,8 @@ def corrects_drift(config: Config) -> bool:
     if not all(corrects_drift(config_of(config, domain)) for domain in own_losses(config)):
         return False
     if config.algorithm.rollout_correction.rollout_is or is_decoupled(name) or takes_rollouts(config):
+        return False
+    if config.algorithm.logprob_level != "token":  # the weights are of tokens
         return False
     return takes_weights(name) and config.trust.on_mismatch == "correct"
 

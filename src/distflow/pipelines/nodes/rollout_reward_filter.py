@@ -160,7 +160,7 @@ async def reward_episodes(
         columns["valid"] = [bool(v) and not s.rejected for v, s in zip(columns["valid"], samples, strict=True)]
         scores = cast(list[float], columns["scores"])
         earned = [_earned(sample) for sample in samples]
-        step = _step(earned, scores)
+        step = reward_unit(earned, scores)
         turns = [_by_turn(*each, step) for each in zip(samples, scores, earned, strict=True)]
         tokens = [token for sample in turns for token in sample]
         placed, index, order = (torch.tensor([token[part] for token in tokens]) for part in range(3))
@@ -180,7 +180,7 @@ def _earned(sample: Sample) -> list[float]:
     return [segment.reward * has_score for segment in _drawn(sample)]
 
 
-def _step(earned: Sequence[Sequence[float]], scores: Sequence[float]) -> float:
+def reward_unit(earned: Sequence[Sequence[float]], scores: Sequence[float]) -> float:
     """The unit of which a group's turn rewards are multiples, so that float32 represents them and their sums exactly
     and equal scores stay equal. 0 if no turn has a reward."""
     sizes = [math.fsum(map(abs, own)) for own in earned]
@@ -191,7 +191,7 @@ def _step(earned: Sequence[Sequence[float]], scores: Sequence[float]) -> float:
 def _by_turn(sample: Sample, score: float, earned: Sequence[float], step: float) -> list[tuple[float, int, int]]:
     """For each response token: its reward, the number of its turn, and that turn's place in time; -1 if it has none. A
     turn's reward is on its last token, and the rest of the score on that of the last turn in time. step: see
-    `_step`."""
+    `reward_unit`."""
     score, *earned = (round(value / step) * step if step else value for value in (score, *earned))
     if earned:
         earned[sample.last_turn] += score - math.fsum(earned)

@@ -206,7 +206,8 @@ class _Episodes:
         limits = Limits(longest, self.ctx.config.data.max_prompt_length + longest)
         chat = Chat(self.tokens, partial(self.requests.ask, index, ""), limits, templated=templated)
         chat.image_store = self.ctx.config.trainer.run_dir / "data" / "images"
-        chat.clock_stopped, chat.version = deadline_paused, group.prompt_group.version
+        chat.clock_stopped = lambda on="environment": deadline_paused(on)
+        chat.version = group.prompt_group.version
         if not self.ctx.validating:
             chat.sampling = {name: getattr(group.params, name) for name in ("temperature", "top_p", "top_k", "greedy")}
         self.requests.connect(index, chat)

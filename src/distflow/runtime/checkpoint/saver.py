@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
-from distflow.observe.writing.timing import Waits
+from distflow.observe.writing.timing import RANKS, Waits
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore, GivenUp, Writing
 from distflow.runtime.checkpoint.files import CheckpointError, is_all_tensors
 from distflow.runtime.checkpoint.shards import Shards
@@ -163,7 +163,7 @@ class Saver(AbstractContextManager["Saver"]):
         # For the other ranks: None if nothing failed, empty if another rank knows the reason.
         why = None if error is None else "" if isinstance(error, GivenUp) else str(error)
         try:
-            with self._waits("training", f"checkpoint of step {step}", on="other ranks"):
+            with self._waits("training", f"checkpoint of step {step}", on=RANKS):
                 failures = [each for each in self._ranks.gather(why) if each is not None]
         except RuntimeError:  # raised by torch.distributed
             if error is not None:

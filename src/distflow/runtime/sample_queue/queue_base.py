@@ -12,7 +12,7 @@ from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
 from distflow.errors import UserError
 from distflow.observe.metrics import combine
-from distflow.observe.writing.timing import Waits
+from distflow.observe.writing.timing import RANKS, Waits
 from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime.run_errors_and_limits import Failure, FailuresInARow, NoProgress
 from distflow.runtime.sample_queue import protocol
@@ -239,7 +239,7 @@ class SharedSampleQueue(Generic[T]):
             while reading.whole is None:
                 if self._failure is not None:
                     raise self._failure
-                with self._waits("training", f"step {step + 1}", on="other ranks"):
+                with self._waits("training", f"step {step + 1}", on=RANKS):
                     self._lock.wait()
             return reading.whole
 
@@ -263,7 +263,7 @@ class SharedSampleQueue(Generic[T]):
             while self._released is None or self._released.version.step <= step:
                 if self._failure is not None:
                     raise self._failure
-                with self._waits("training", f"release of step {step + 1}", on="other ranks"):
+                with self._waits("training", f"release of step {step + 1}", on=RANKS):
                     self._lock.wait()
             return self._released
 

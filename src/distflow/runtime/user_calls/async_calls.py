@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from distflow.data import random_states
+from distflow.observe.writing.timing import group_waits
 from distflow.runtime.user_calls.sync_calls import DeadlinePassed
 
 T = TypeVar("T")
@@ -121,14 +122,16 @@ async def _until_ended(cancelled: "Sequence[asyncio.Task[Any]]") -> None:
 
 
 @contextmanager
-def deadline_paused() -> Iterator[None]:
-    """For a user's function that awaits our code: its clock is stopped, and new tasks do not count as its own."""
+def deadline_paused(on: str = "") -> Iterator[None]:
+    """For a user's function that awaits our code: its clock is stopped, and new tasks do not count as its own. on: whom
+    the prompt group waits for, to be recorded."""
     strand = _strand.get()
     if strand is None:
-        yield
+        with group_waits(on, on):
+            yield
         return
     _strand.set(None)
-    with strand.clock.stopped():
+    with strand.clock.stopped(), group_waits(on, on):
         try:
             yield
         finally:

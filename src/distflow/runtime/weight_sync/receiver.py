@@ -9,6 +9,7 @@ from torch import Tensor
 
 from distflow.device_transfer import free_bytes
 from distflow.errors import TrustError
+from distflow.observe.writing.timing import Waits
 from distflow.rollout.engine import RolloutEngine, WeightReceipt
 from distflow.runtime import fault_injection
 from distflow.runtime.rollout_services import Session
@@ -33,8 +34,8 @@ class WeightReceiver:
     its version or weights differ from the receipt.
     """
 
-    def __init__(self, engine: RolloutEngine, session: Session) -> None:
-        self._engine, self._session = engine, session
+    def __init__(self, engine: RolloutEngine, session: Session, waits: Waits) -> None:
+        self._engine, self._session, self._waits = engine, session, waits
 
     def __call__(self, version: Version, weights: Bucket | None) -> WeightReceipt:
         return self._session.call(self._load(version, weights))
@@ -44,8 +45,9 @@ class WeightReceiver:
 
     async def _load(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         engine = self._engine
-        receipt = await engine.load_weights(version, weights)
-        hashes = await engine.hashes()
+        with self._waits("engine", f"weights of step {version.step}", on="training"):
+            receipt = await engine.load_weights(version, weights)
+            hashes = await engine.hashes()
         same = {name: hashes.get(name) for name in receipt.hashes} == receipt.hashes
         if engine.version != receipt.version or not same:
             raise TrustError(

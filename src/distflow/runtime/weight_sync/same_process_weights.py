@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from distflow.observe.writing.timing import Waits
+from distflow.observe.writing.timing import ENGINE, Waits
 from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.engine_weights import PartialWeightsError
 from distflow.runtime.weight_sync.protocol import Bucket, Detach, Receive, check_receipt, refused
@@ -46,7 +46,7 @@ class LocalWeights:
     def commit(self, hashes: Mapping[str, str]) -> None:
         version = self._begun()
         if self._receive is not None:
-            with self._waits("training", f"weights of step {version.step}", on="rollout engine"):
+            with self._waits("training", f"weights of step {version.step}", on=ENGINE):
                 try:
                     receipt = self._receive(version, self._tensors)
                 except ValueError as err:
@@ -56,7 +56,7 @@ class LocalWeights:
 
     def renumber(self, version: Version, hashes: Mapping[str, str]) -> None:
         if self._receive is not None:
-            with self._waits("training", f"version number of step {version.step}", on="rollout engine"):
+            with self._waits("training", f"version number of step {version.step}", on=ENGINE):
                 check_receipt(self._receive(version, None), version, hashes)
 
     def _begun(self) -> Version:
@@ -115,7 +115,7 @@ class StreamedWeights(LocalWeights):
             return
         loaded: Future[None] = Future()
         load.items.put((bucket, loaded))
-        with self._waits("training", f"weights of step {version.step}", on="rollout engine"):
+        with self._waits("training", f"weights of step {version.step}", on=ENGINE):
             either: list[Future[Any]] = [loaded, load.receipt]
             wait(either, return_when=FIRST_COMPLETED)
         if load.receipt.done():  # finished before the end: it failed
@@ -125,7 +125,7 @@ class StreamedWeights(LocalWeights):
         version, load = self._begun(), self._load
         if load is not None:
             load.items.put(None)
-            with self._waits("training", f"weights of step {version.step}", on="rollout engine"):
+            with self._waits("training", f"weights of step {version.step}", on=ENGINE):
                 check_receipt(load.result(version), version, hashes)
         self._version = self._load = None
 

@@ -76,6 +76,7 @@ def mixed(chance: random.Random, count: int, laws: list[dict[str, Any]]) -> list
     return requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_random_schedules_give_what_the_host_gives(seed: int) -> None:
     chance, model = random.Random(seed), make_model(("llama", "qwen2", "qwen3")[seed % 3], seed=seed)
@@ -117,6 +118,7 @@ def test_a_stop_text_ends_where_the_host_ends_it() -> None:
         same(run_all(make_engine(model, on_device=options(lag)), [request]), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [1, 3])
 @pytest.mark.parametrize("kv_on_update", ["keep", "recompute", "abort"])
 def test_versions_are_those_of_the_weights_that_drew(lag: int, kv_on_update: str) -> None:
@@ -166,6 +168,7 @@ def test_a_pause_reads_all_and_the_rest_is_as_if_nothing_happened(release: bool)
     with_engine(make_engine(model, max_num_seqs=5, on_device=options(2), shares_weights=True), story)
 
 
+@pytest.mark.slow
 def test_cancelled_requests_leave_their_slots_and_pages_at_once_and_disturb_nobody() -> None:
     model, chance = make_model(), random.Random(5)
     kept = [request_of(prompt_of(9 + row), (0, 1), row=row, max_tokens=50) for row in range(4)]

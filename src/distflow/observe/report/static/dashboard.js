@@ -204,7 +204,7 @@ function showTime() {
       ...plainTable(found.phases.length ? "Seconds of a step: predicted and measured (medians)" : "plan.json has no prediction", found.phases)));
     return drawn;
   };
-  refresh().then(() => read("time", showStep));
+  refresh().then(() => read("time", showStep, showInvoice));
   return refresh;
 }
 

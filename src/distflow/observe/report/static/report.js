@@ -11,6 +11,7 @@ showConstants();
 showHistograms();
 new Samples();
 showStep();
+showInvoice();
 showLog();
 showSetup();
 showContents();

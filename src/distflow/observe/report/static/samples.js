@@ -18,6 +18,16 @@ const turns = ({ conversation, response }) => Array.isArray(conversation) && con
     return el("div", { class: OWNERS.includes(owner) ? `turn by-${owner}` : "turn" }, el("h4", {}, inert(who)), textBox(text));
   })
   : [textBox(response)];
+// Episodes in a simulator as animations: one that succeeded, and one that did not.
+const videos = (group) => {
+  const shown = (group.videos ?? []).map(({ webp, instruction, response }) => {
+    const { score, reward_parts: parts } = Object(group.responses[response]);
+    const how = `${Object(parts).success === 1 ? "success" : "no success"} in ${number(Object(parts).env_steps)} env steps, reward ${number(score)}`;
+    const caption = `response ${response + 1} of step ${group.step}: ${instruction}: ${how}`;
+    return el("figure", {}, el("img", { src: `data:image/webp;base64,${webp}`, alt: "its observations, one after another" }), el("figcaption", {}, inert(caption)));
+  });
+  return shown.length ? [el("div", { class: "images" }, ...shown)] : [];
+};
 const isMasked = (response) => response.masked > 0;
 
 const COLUMNS = [
@@ -248,7 +258,7 @@ class Samples {
     if (group.prompt_length !== null) about.push(["prompt tokens", number(group.prompt_length)]);
     const versions = new Set(group.responses.flatMap((response) => response.versions ?? []));
     if (versions.size) about.push(["weights of step", [...versions].join(", ")]);
-    cell.append(asked, facts(about, true), el("div", { class: "group" }, ...group.responses.map((response) => this.response(response))));
+    cell.append(asked, facts(about, true), ...videos(group), el("div", { class: "group" }, ...group.responses.map((response) => this.response(response))));
   }
 
   response(response) {

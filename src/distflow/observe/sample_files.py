@@ -1,0 +1,385 @@
+"""The samples of a run as Parquet files, one for each step, split and writing process: their schema, the thread that
+writes them, and their reader. A file is whole or absent, whatever is killed; `docs/schema.md` lists the columns.
+"""
+
+import json
+import threading
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
+
+from distflow.errors import UserError, count_of
+from distflow.observe.crash_safe_files import JSON, encode, is_deep, replacing, to_number, unreadable
+from distflow.untrusted_files import count_values, open_file
+
+if TYPE_CHECKING:
+    import pyarrow
+    import pyarrow.parquet
+
+SCHEMA_VERSION: Final = 1
+"""Of a run's folder. Readers refuse folders of newer versions, and read those of the two before."""
+
+SAMPLES: Final = "samples"
+DROPPED: Final = "dropped"
+"""The split of groups that no step trained on."""
+
+Row = dict[str, JSON]
+
+
+class Column(NamedTuple):
+    """kind: "text", "number", "whole" or "json", a text that holds JSON."""
+
+    kind: str
+    meaning: str
+
+
+COLUMNS: Final[dict[str, Column]] = {
+    "step": Column("whole", "the training step, counted from 1: for a dropped sample the one that was being filled, "
+                   "for a validation the last one before it"),
+    "split": Column("text", "`train`, `val` or `dropped`"),
+    "fate": Column("text", "`trained`, `validated`, or `dropped: REASON`"),
+    "t": Column("number", "when the step took it, it was dropped or validated, in seconds since the epoch; the view "
+                "`groups` says when its group was started and completed"),
+    "uid": Column("text", "`GROUP-NUMBER`, the name of the sample"),
+    "group_id": Column("whole", "the number of its prompt group, as in the ledger"),
+    "domain": Column("text", "the domain of its prompt"),
+    "prompt": Column("text", "the prompt as the model saw it"),
+    "conversation": Column("json", "the turns of a workflow's episode: `owner`, `text`, `fork`, `agent`, `why`"),
+    "images": Column("json", "paths of the prompt's images, in `data/images/`"),
+    "response": Column("text", "the response"),
+    "ground_truth": Column("text", "the answer that the data gives; JSON unless it is a text"),
+    "score": Column("number", "the reward; null after a reward error"),
+    "acc": Column("number", "whether the response is correct, without penalties; null after a reward error"),
+    "reward_parts": Column("json", "the score of each part, by name"),
+    "extra": Column("json", "other results of the reward functions, as `PART/KEY`"),
+    "errors": Column("json", "reward errors"),
+    "advantage": Column("number", "the mean over the policy's tokens"),
+    "masked": Column("number", "the share of the policy's tokens that is excluded from the loss"),
+    "prompt_length": Column("whole", "tokens"),
+    "response_length": Column("whole", "tokens"),
+    "finish_reason": Column("text", "why the response ended, such as `stop` or `length`"),
+    "versions": Column("json", "the weight versions that generated the response"),
+    "dropped": Column("text", "the reason why its group was dropped"),
+    "set": Column("text", "the validation set"),
+    "kind": Column("text", "of a validation: `greedy`, `sampled`, or what was measured of given responses"),
+    "restart": Column("whole", "the start of the run that wrote it, counted from 0"),
+    "more": Column("json", "what else was recorded"),
+}  # fmt: skip
+
+_DERIVED = ("step", "split", "fate", "group_id")
+"""Not part of a row in Python: derived from the others, and from the file's name."""
+_ALWAYS = ("score", "acc", "errors", "advantage", "ground_truth", "restart")
+"""Part of every row in Python, even if null."""
+_REPEATED = ["domain", "prompt", "images", "ground_truth", "finish_reason", "versions", "dropped", "set", "kind"]
+_REPEATED += ["step", "split", "fate", "restart"]
+"""Columns whose values repeat; the others would only fill a dictionary."""
+
+_MAGIC: Final = b"PAR1"
+_VERSION_KEY: Final = b"distflow_schema"
+_GROUP_CHARACTERS: Final = 4 * 2**20
+_ROW_BYTES, _VALUE_BYTES, _MAX_BATCH, _MAX_WHOLE = 500, 100, 1024, 2**63
+_MAX_WAITING: Final = 400 * 2**20
+_DROPPED_EVERY_S, _SHARE_OF_TIME = 5.0, 0.01
+_CLOSE_S: Final = 60.0
+
+
+def sample_file_name(step: int, split: str, part: int = 0) -> str:
+    """ "000012.parquet" for training samples, "val-000012.parquet" for those of the split "val", "000012.3.parquet" for
+    those written by part 3 of the run. split: made of letters that a file's name may have."""
+    return f"{'' if split == 'train' else f'{split}-'}{step:06d}{f'.{part}' if part else ''}.parquet"
+
+
+def write_sample_file(path: Path, rows: Sequence[Mapping[str, object]], step: int, split: str) -> None:
+    """Write the file whole or not at all. Raises OSError."""
+    import pyarrow
+    import pyarrow.parquet
+
+    values = [_stored(row, step, split) for row in rows]
+    schema = pyarrow.schema([(name, _arrow_type(column.kind)) for name, column in COLUMNS.items()])
+    arrays = [_array(column.kind, [row.get(name) for row in values]) for name, column in COLUMNS.items()]
+    mean_size = sum(map(_size, rows)) // max(len(rows), 1)
+    options = {"compression": "zstd", "use_dictionary": _REPEATED, "store_schema": False, "write_page_checksum": True}
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    with replacing(path) as aside, pyarrow.parquet.ParquetWriter(aside, schema, **options) as writer:
+        writer.write_table(pyarrow.table(arrays, schema=schema), max(_GROUP_CHARACTERS // max(mean_size, 1), 1))
+        writer.add_key_value_metadata({_VERSION_KEY: str(SCHEMA_VERSION)})
+
+
+def _stored(row: Mapping[str, object], step: int, split: str) -> dict[str, Any]:
+    """The values of a row's columns, without nulls."""
+    group = str(row.get("uid", "")).partition("-")[0]
+    fate = {"train": "trained", DROPPED: f"dropped: {row.get('dropped')}"}.get(split, "validated")
+    known = {"step": step, "split": split, "fate": fate, **row}
+    known["group_id"] = int(group) if group.isdecimal() and len(group) < 19 else None
+    more = {name: value for name, value in row.items() if name not in COLUMNS}
+    known["more"] = more or None
+    return {
+        name: _as_kind(COLUMNS[name].kind, value)
+        for name, value in known.items()
+        if name in COLUMNS and value is not None
+    }
+
+
+def _as_kind(kind: str, value: object) -> object:
+    if kind == "json":
+        return encode(value)
+    if kind == "text":
+        return value.encode("utf-8", "backslashreplace") if isinstance(value, str) else encode(value)
+    if kind == "whole":
+        return value if isinstance(value, int) and abs(value) < _MAX_WHOLE else None
+    return to_number(value)
+
+
+# Arrays are made of buffers: `pyarrow.array` imports pandas.
+
+
+def _arrow_type(kind: str) -> "pyarrow.DataType":
+    import pyarrow
+
+    return {"number": pyarrow.float64(), "whole": pyarrow.int64()}.get(kind, pyarrow.string())
+
+
+def _array(kind: str, values: Sequence[Any]) -> "pyarrow.Array":
+    import pyarrow
+
+    bits = int("".join("01"[value is not None] for value in reversed(values)) or "0", 2)  # the first is the lowest
+    buffers = [pyarrow.py_buffer(bits.to_bytes(-(-len(values) // 8), "little"))]
+    if kind in ("number", "whole"):
+        numbers = array("d" if kind == "number" else "q", (0 if value is None else value for value in values))
+        buffers.append(pyarrow.py_buffer(numbers))
+    else:
+        texts = [value or b"" for value in values]
+        offsets = array("i", accumulate(map(len, texts), initial=0))
+        buffers += [pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"".join(texts))]
+    return pyarrow.Array.from_buffers(_arrow_type(kind), len(values), buffers)
+
+
+def _size(row: Mapping[str, object]) -> int:
+    """About its characters."""
+    return _ROW_BYTES + sum(len(value) for value in row.values() if isinstance(value, str))
+
+
+@dataclass
+class _Waiting:
+    """Rows that wait to be written. due: not before (`time.monotonic()`)."""
+
+    step: int
+    split: str
+    due: float
+    rows: list[Mapping[str, object]] = field(default_factory=list)
+
+
+class SampleWriter:
+    """Writes files in a thread of its own, so that no step waits for them. The samples that wait are bounded: what
+    comes on top, or cannot be written, is lost, and counted in `num_lost`.
+
+    Dropped samples come one group at a time. Their file is written anew with each that is there by then, so seldom that
+    this takes at most a hundredth of the time.
+
+    on_loss: called with a message at the first loss, on any thread.
+    """
+
+    def __init__(self, on_loss: Callable[[str], None]):
+        self._on_loss = on_loss
+        self._condition = threading.Condition()
+        self._waiting: dict[Path, _Waiting] = {}
+        self._size = 0  # of the rows that wait or are kept
+        self._kept: tuple[Path | None, list[Mapping[str, object]]] = (None, [])  # dropped ones that are written
+        self._next_dropped = 0.0
+        self._busy = self._urgent = self._closed = False
+        self._thread: threading.Thread | None = None
+        self.num_lost = 0
+
+    def put(self, path: Path, rows: Sequence[Mapping[str, object]], step: int, split: str) -> None:
+        """Have a file written: with these rows, or for dropped ones with those before as well. Never waits."""
+        size = sum(map(_size, rows))
+        with self._condition:
+            if self._closed or self._size + size > _MAX_WAITING:
+                why = "the run is faster than its disk" if not self._closed else "the run had ended"
+            else:
+                why = ""
+                self._size += size
+                due = self._next_dropped if split == DROPPED else 0.0
+                waiting = self._waiting.setdefault(path, _Waiting(step, split, due))
+                if split != DROPPED:
+                    self._size -= sum(map(_size, waiting.rows))
+                    waiting.rows.clear()
+                waiting.rows += rows
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="sample-writer", daemon=True)
+                    self._thread.start()
+                self._condition.notify_all()
+        if why:
+            self._lose(len(rows), why)
+
+    def finish(self, timeout_s: float = _CLOSE_S) -> bool:
+        """Wait until everything is written. False if that takes too long."""
+        with self._condition:
+            self._urgent = True
+            self._condition.notify_all()
+            done = self._condition.wait_for(lambda: not self._waiting and not self._busy, timeout_s)
+            self._urgent = False
+            return done
+
+    def close(self) -> None:
+        """Write what is left, and end the thread."""
+        done = self.finish()
+        with self._condition:
+            self._closed = True
+            left = sum(len(waiting.rows) for waiting in self._waiting.values())
+            self._waiting.clear()
+            self._condition.notify_all()
+        if not done:
+            self._lose(left, f"the disk did not take them within {_CLOSE_S:g} s of the run's end")
+
+    def _run(self) -> None:
+        """Consumes waiting samples · waits for them · unblocked by the run or its end · produces files."""
+        while (taken := self._take()) is not None:
+            path, waiting = taken
+            started = time.monotonic()
+            try:
+                write_sample_file(path, waiting.rows, waiting.step, waiting.split)
+            except OSError as error:
+                self._lose(len(waiting.rows), f"{path.name} cannot be written: {error.strerror or error}")
+            ended = time.monotonic()
+            with self._condition:
+                if waiting.split == DROPPED:
+                    self._kept = (path, waiting.rows)
+                    self._next_dropped = ended + max(_DROPPED_EVERY_S, (ended - started) / _SHARE_OF_TIME)
+                else:
+                    self._size -= sum(map(_size, waiting.rows))
+                self._busy = False
+                self._condition.notify_all()
+
+    def _take(self) -> tuple[Path, _Waiting] | None:
+        """The next file that is due, with all its rows; None at the end."""
+        with self._condition:
+            while True:
+                now = time.monotonic()
+                for path, waiting in self._waiting.items():
+                    if self._urgent or waiting.due <= now:
+                        del self._waiting[path]
+                        self._busy = True
+                        if waiting.split == DROPPED:
+                            kept, rows = self._kept
+                            if kept == path:
+                                waiting.rows = [*rows, *waiting.rows]
+                            else:
+                                self._size -= sum(map(_size, rows))
+                        return path, waiting
+                if self._closed:
+                    return None
+                first = min((waiting.due for waiting in self._waiting.values()), default=None)
+                self._condition.wait(None if first is None else first - now)
+
+    def _lose(self, number: int, why: str) -> None:
+        with self._condition:
+            is_first = not self.num_lost
+            self.num_lost += number
+        if is_first and number:
+            self._on_loss(f"{count_of(number, 'sample')} or more are not kept: {why}")
+
+
+def read_sample_file(path: Path, folder: Path, max_bytes: int | None = None) -> tuple[list[Row], str]:
+    """The rows of a file, and a sentence on what is missing of it ("" if nothing); no rows if there is no file.
+
+    max_bytes: about the memory that they may take. Raises UserError if the file is of a newer version, not readable, or
+    not in `folder`.
+    """
+    import pyarrow
+
+    try:
+        opened = open_file(path, folder)
+    except FileNotFoundError:
+        return [], ""
+    except OSError as error:
+        raise unreadable(path, error) from error
+    with opened:
+        try:
+            rows, number = _read(opened, path, max_bytes)
+        except UserError:
+            raise
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+            return [], f"{SAMPLES}/{path.name} is damaged, its samples are missing here: {error}"
+    left = number - len(rows)
+    return rows, f"{SAMPLES}/{path.name} is too long: {left:,} of its samples are missing here" if left else ""
+
+
+def is_torn(path: Path, folder: Path) -> bool:
+    """Whether its beginning or its end is not there. Raises UserError as `read_sample_file` does."""
+    try:
+        with open_file(path, folder) as file:
+            first = file.read(4)
+            file.seek(-min(4, file.seek(0, 2)), 2)
+            return first != _MAGIC or file.read() != _MAGIC
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _read(opened: BinaryIO, path: Path, max_bytes: int | None) -> tuple[list[Row], int]:
+    """Rows, and how many there are in all."""
+    file = _checked(opened, path)
+    metadata = file.metadata
+    types = {name: str(kind) for name, kind in zip(file.schema_arrow.names, file.schema_arrow.types, strict=True)}
+    names = [name for name, (kind, _) in COLUMNS.items() if types.get(name) == str(_arrow_type(kind))]
+    rows: list[Row] = []
+    used = 0
+    for group in range(metadata.num_row_groups):
+        size = max(metadata.row_group(group).total_byte_size, 1)
+        if max_bytes is not None and used + size > max_bytes:
+            break
+        batch_size = _MAX_BATCH if max_bytes is None else max(min(4 * max_bytes // size, _MAX_BATCH), 1)
+        for batch in file.iter_batches(batch_size, row_groups=[group], columns=names, use_threads=False):
+            for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+                used += _cost(names, values)
+                if max_bytes is not None and used > max_bytes:
+                    return rows, metadata.num_rows
+                rows.append(_as_row(names, values))
+    return rows, metadata.num_rows
+
+
+def _checked(opened: BinaryIO, path: Path) -> "pyarrow.parquet.ParquetFile":
+    import pyarrow.parquet
+
+    file = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True)
+    version = (file.metadata.metadata or {}).get(_VERSION_KEY)
+    if version is None:
+        raise ValueError("it is no file of samples")
+    if int(version) > SCHEMA_VERSION:
+        raise UserError(newer(path, int(version)))
+    return file
+
+
+def newer(path: Path, version: int) -> str:
+    """The message on a file or folder of a newer schema."""
+    return f"'{path}' is of version {version} of the schema, and this distflow reads up to {SCHEMA_VERSION}: update it"
+
+
+def _cost(names: Sequence[str], values: Sequence[Any]) -> int:
+    """About the memory of a row."""
+    texts = [(name, value) for name, value in zip(names, values, strict=True) if isinstance(value, str)]
+    of_json = sum(count_values(value.encode()) for name, value in texts if COLUMNS[name].kind == "json")
+    return _ROW_BYTES + sum(len(value) for _, value in texts) + _VALUE_BYTES * of_json
+
+
+def _as_row(names: Sequence[str], values: Sequence[Any]) -> Row:
+    known = {
+        name: _value(value) if COLUMNS[name].kind == "json" else value
+        for name, value in zip(names, values, strict=True)
+        if value is not None and name not in _DERIVED
+    }
+    more = known.pop("more", None)
+    missing: Row = {name: None for name in _ALWAYS if name not in known}
+    return {**known, **missing, **(more if isinstance(more, dict) else {})}
+
+
+def _value(text: str | None) -> JSON:
+    try:
+        value: JSON = json.loads(text or "null")
+    except (ValueError, RecursionError):
+        return None
+    return None if is_deep(value) else value
