@@ -35,10 +35,10 @@ _COARSE = 4
 _MARKS = {MARK, "metrics.jsonl", "events.jsonl"}
 _MAX_TEXT = 100_000
 _CHARTS_OF = {
-    "time": re.compile(r"timing_s/|throughput/|memory/"),
-    "trust": re.compile(r"mismatch/|canary/|async/|rollout_corr/|rejection/|audit/"),
+    "time": (re.compile(r"timing_s/|throughput/|memory/"), re.compile(r"timing_s/|throughput/")),
+    "trust": (re.compile(r"mismatch/|canary/|async/|rollout_corr/"), re.compile(r"mismatch/|canary/|rollout_corr/")),
 }
-"""By page, the metrics of its charts; the overview has them all."""
+"""By page, the metrics of its charts, and those that have a chart each; the overview has them all."""
 
 
 class OpenRun:
@@ -211,11 +211,12 @@ def _state(run: OpenRun, query: Query) -> dict[str, Any]:
 
 def _curves(run: OpenRun, query: Query) -> dict[str, Any]:
     """The charts of a page, with the columns that they draw, or (`others`) those of all metrics."""
-    pages, names = run.pages(), _CHARTS_OF.get(query.get("page", ""))
+    pages, chosen = run.pages(), _CHARTS_OF.get(query.get("page", ""))
     found = pages.layout(chart_data.series(pages.steps, _COARSE, table=pages.table)["y"])
-    if names:
+    if chosen:
+        names, alone = chosen
         charts = [chart for chart in found["charts"] if any(map(names.match, chart["names"]))]
-        units, single = found["units"], [name for name in found["others"] if names.match(name)]
+        units, single = found["units"], [name for name in found["others"] if alone.match(name)]
         charts += [{"question": n, "kind": "line", "unit": units.get(n, ""), "names": [n]} for n in single]
         constants = [each for each in found["constants"] if names.match(str(each["name"]))]
         found |= {"charts": charts, "others": [], "constants": constants}
@@ -293,7 +294,7 @@ def _trust(run: OpenRun, query: Query) -> dict[str, Any]:
     running = writer_of(run.run_dir) is not None
     extra = (doctor.failed_run(pages.for_rules), doctor.unfinished(pages.for_rules, running))
     found = [*filter(None, extra), *pages.examination.problems()]
-    audits = [{str(key): _short(value) for key, value in each.items()} for each in audited(pages.events)]
+    audits = [{str(key): _listed(value) for key, value in each.items()} for each in audited(pages.events)]
     return {
         "findings": [each._asdict() for each in found],
         "clean": pages.examination.clean,
@@ -302,8 +303,10 @@ def _trust(run: OpenRun, query: Query) -> dict[str, Any]:
     }
 
 
-def _short(value: object) -> str:
-    return str(value)[:200]
+def _listed(value: object) -> str:
+    if isinstance(value, dict):
+        value = [f"{name}: {each}" for name, each in value.items()]
+    return ", ".join(map(str, value))[:1000] if isinstance(value, list) else str(value)[:1000]
 
 
 def _compare(runs: Mapping[str, OpenRun], query: Query) -> dict[str, Any]:
