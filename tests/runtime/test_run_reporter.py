@@ -16,6 +16,7 @@ from distflow.observe.writing.run_folder import RunFolder
 from distflow.runtime.run_reporter import Recorder, ReportingProcess, reported
 from distflow.runtime.spec import Spec
 from tests.e2e.runs import Playground
+from tests.observe.writing.test_trackers import listening
 from tests.runtime.groups import group
 
 
@@ -66,6 +67,18 @@ def test_what_a_resumed_run_records_has_its_step_from_the_start(spec: Spec, tmp_
     (line,) = (tmp_path / "run" / "spans" / "training.jsonl").read_text().splitlines()
     assert json.loads(line)["step"] == 4
     assert [event.step for event in read_events(tmp_path / "run") if event.kind == "warning"] == [3]
+
+
+def test_a_finding_that_opens_is_an_event_and_is_posted(spec: Spec, tmp_path: Path) -> None:
+    with listening(refused=0) as (address, got):
+        options = replace(spec.options, run_dir=tmp_path / "run", logger=(), webhook=address)
+        with Recorder(replace(spec, options=options), 50, 0, None) as recorder:
+            for step in range(1, 15):
+                recorder.training_step(step, {"actor/skipped": 1.0}, group())
+    (found,) = (event for event in read_events(tmp_path / "run") if event.kind == "finding")
+    (posted,) = got
+    assert posted["rule"] == found.fields["rule"] == "skipped-updates" and posted["step"] == found.step
+    assert str(posted["message"]) in found.message and address not in (tmp_path / "run" / "events.jsonl").read_text()
 
 
 def test_how_a_run_ended_is_the_last_event(spec: Spec, tmp_path: Path) -> None:

@@ -141,6 +141,9 @@ class TrainerConfig:
     logger: tuple[str, ...] = key(
         ("console",), "trackers: one or a list (metrics.jsonl is always written)", choices=tuple(TRACKERS)
     )
+    webhook: str | None = key(
+        None, "https address to which findings are posted, or the environment variable that holds it; null: none"
+    )
     seed: int = key(1, "seed of new weights and of sampling", minimum=0)
     device: str = key(
         "auto", "device of each worker: cpu, cuda, another accelerator of torch, or auto: one if all can have it"
