@@ -216,7 +216,7 @@ class _Walk:
             return self._of_step_wait(int(found[1]) if found else None)
         if piece.span.on == RANKS:
             return self._of_ranks(part)
-        return "checkpoint" if piece.span.on == "its writer" else piece.span.on or UNKNOWN
+        return "checkpoint" if piece.span.on == "its writer" else piece.span.on or piece.span.what or UNKNOWN
 
     def _of_ranks(self, part: int) -> str:
         """Of the rank that the others wait for longest. If all wait for each other, they exchange data."""
