@@ -429,7 +429,7 @@ def _windows(
     found = []
     for restart, own in sorted(ran.items()):
         noted = [event for event in events if event.restart == restart]
-        begin = min([span.start for span in own] + [event.t for event in noted if event.kind == "start"])
+        begin = min([span.start for span in own] + [event.t for event in noted if event.kind == "start" and event.t])
         kept = [record.t for record in records if record.restart == restart]
         is_clean = any(event.fields.get("status") in ("finished", "stopped") for event in noted)
         is_lost = any(span.step is not None and not timeline.survives(restart, span.step - 1) for span in own)
