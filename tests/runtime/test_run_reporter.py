@@ -13,6 +13,7 @@ from distflow.errors import TrustError, UserError
 from distflow.observe.report.build import report_data
 from distflow.observe.run_reader import read_events, read_samples, sample_splits, sample_steps
 from distflow.observe.writing.run_folder import RunFolder
+from distflow.observe.writing.timing import COLLECTIVE, DATA, RANKS, Wait
 from distflow.runtime.run_reporter import Recorder, ReportingProcess, reported
 from distflow.runtime.spec import Spec
 from tests.e2e.runs import Playground
@@ -113,6 +114,15 @@ def test_every_wait_is_a_span_that_names_who_is_waited_for(spec: Spec, tmp_path:
         pass
     span = json.loads((tmp_path / "run" / "spans" / "training.jsonl").read_text())
     assert (span["kind"], span["what"], span["on"]) == ("wait", "step 3", "rollout")
+
+
+def test_waits_for_rows_and_collectives_are_spans_if_they_last(spec: Spec, tmp_path: Path) -> None:
+    with record(spec, tmp_path / "run") as recorder:
+        for what, on in (("rows", DATA), (COLLECTIVE, RANKS)):
+            for seconds in (0.0005, 0.25):
+                recorder._waited(Wait("training", what, on, 5.0), 5.0 + seconds)
+    lines = (tmp_path / "run" / "spans" / "training.jsonl").read_text().splitlines()
+    assert [(span["what"], span["t1"]) for span in map(json.loads, lines)] == [("rows", 5.25), (COLLECTIVE, 5.25)]
 
 
 @pytest.mark.parametrize("error", [UserError("your\nmistake"), TrustError("a check"), KeyError("ours"), SystemExit(3)])
