@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 from distflow.config import ConfigError, load_config
 from distflow.data.batch import Batch
 from distflow.environments.chat import Chat, Prompt, Reply
-from distflow.environments.single_and_multi_turn import solver_checker
-from distflow.environments.workflows import Row
+from distflow.environments.workflows import Row, solver_checker
 from distflow.errors import TrustError, UserError
 from distflow.rewards.reward_results import Error
 from distflow.rewards.router import RewardOutcome

@@ -32,7 +32,7 @@ from distflow.observe.writing.trackers import TrackedFinding, TrackedRun, open_t
 from distflow.rollout.engine import take_activity
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import DECODED, DECODED_S, sample_rows, scores
-from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
+from distflow.runtime.user_calls import Callbacks, Caller
 
 TOKENS = "tokens"
 
