@@ -76,7 +76,7 @@ test-agents: $(INSTALLED)
 	.venv-agents/bin/python $(PIP_INSTALL) -e ".[dev,agent-frameworks,openenv,mcp,gymnasium]" "textarena==0.7.4"
 	.venv-agents/bin/python -m pytest -m "slow or not slow" -n 0 tests/environments/test_agent_frameworks.py \
 		tests/environments/test_openenv_adapter.py tests/environments/test_mcp_tools.py \
-		tests/environments/test_gymnasium_adapter.py tests/environments/test_textarena.py
+		tests/environments/test_environment_adapters.py tests/environments/test_textarena.py
 
 # verifiers wants an OpenAI client below version 3, which those of agents do not.
 test-verifiers: $(INSTALLED)

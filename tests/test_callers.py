@@ -19,7 +19,7 @@ CALLED_FROM_OUTSIDE = {
     "observe/sanitized_output.py": ("TerminalOutput.writable",),  # io
     "observe/report/step_rules.py": ("_*",),  # rules of the doctor, by their decorator
     "rewards/code/assertion_process.py": ("Guard.visit_*",),  # ast
-    "runtime/checkpoint/shards.py": ("_Files.ls",),  # fsspec
+    "runtime/checkpoint/files.py": ("_Files.ls",),  # fsspec
     "sandbox/sandbox.py": ("Sandbox.server_pid",),  # tests, which kill it
     "sandbox/server.py": ("Server.*", "_Handler.*"),  # socketserver and http.server
     "scheduling/ledger.py": ("LedgerCounts.on_*",),  # by the record's kind

@@ -61,6 +61,15 @@ class ConfigError(UserError):
 
 
 @contextmanager
+def blaming(name: str) -> Iterator[None]:
+    """Begins a user's errors inside with a name: that of a key, a file or a run."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
+
+
+@contextmanager
 def called_from_python() -> Iterator[None]:
     """Inside, advice names arguments of a Python call, not options of the command."""
     token = _from_python.set(True)

@@ -80,6 +80,25 @@ def test_a_table_as_pandas_and_as_html(folder: Path) -> None:
     assert "<td>9</td>" in many and "<td>90</td>" in many and "<td>50</td>" not in many and "⋮" in many
 
 
+def test_views_as_tables_and_a_comparison(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("duckdb", reason="the extra `ui`")
+    run = distflow.load_run(folder)
+    frame = run.sql("select step, response, fate from samples order by step").to_pandas()
+    assert list(frame["step"]) == [1, 2, 3] and set(frame["fate"]) == {"trained"}
+    assert {row["key"] for row in run.sql("from metrics")} >= {"reward/mean_score"}
+    with pytest.raises(UserError, match="this is DROP"):
+        run.sql("drop table metrics")
+    other = tmp_path / "other"
+    with RunFolder(other, 0) as written:
+        for step in range(1, 41):
+            written.metrics(step, "train", {"reward/mean_score": 10.0 + step % 2, "unknown": 1.0})
+    compared = distflow.load_run(other).compare([run, str(other)])
+    assert [(row["metric"], row["run"]) for row in compared] == [
+        ("reward/mean_score", folder.name), ("reward/mean_score", "other"),
+    ]  # fmt: skip
+    assert compared[0]["differs"] is None and compared[1]["differs"] is False and compared[1]["a"] == 10.5
+
+
 def test_a_run_shows_itself(folder: Path) -> None:
     run = distflow.load_run(str(folder))
     assert repr(run) == f"<Run {folder}: finished, 3 steps>"

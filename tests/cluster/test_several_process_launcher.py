@@ -15,7 +15,7 @@ from distflow.cluster.several_process_launcher import launch_processes
 from distflow.errors import UserError
 from distflow.runtime.fault_injection import Fault
 from distflow.runtime.spec import LaunchOptions
-from distflow.runtime.user_calls.sync_calls import Callbacks
+from distflow.runtime.user_calls import Callbacks
 from tests.cluster import leftovers
 from tests.cluster.distance import distance
 from tests.cluster.test_supervisor import STEPS, check_same_figures, check_whole, validating

@@ -16,7 +16,7 @@ from distflow.errors import TrustError, UserError
 from distflow.observe.run_reader import read_events, read_metrics, read_samples
 from distflow.runtime.fault_injection import Fault
 from distflow.runtime.spec import LaunchOptions
-from distflow.runtime.user_calls.sync_calls import Callbacks
+from distflow.runtime.user_calls import Callbacks
 from distflow.scheduling import ledger
 from tests.cluster.distance import distance
 from tests.cluster.unordered_actors import UnorderedCoordinator

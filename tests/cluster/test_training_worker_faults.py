@@ -17,7 +17,7 @@ from distflow.observe.run_reader import read_events
 from distflow.runtime.checkpoint.files import CheckpointError
 from distflow.runtime.fault_injection import Fault
 from distflow.runtime.spec import LaunchOptions
-from distflow.runtime.user_calls.sync_calls import Callbacks
+from distflow.runtime.user_calls import Callbacks
 from distflow.runtime.weight_sync.bucket_files import WEIGHTS
 from tests.cluster.test_faults import processes, workers
 from tests.cluster.test_supervisor import CONSTANT, DISK, SPLIT, distance

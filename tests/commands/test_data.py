@@ -31,8 +31,8 @@ def test_it_shows_tokens_lengths_duplicates_and_overlap(tmp_path: Path, capsys: 
     ids = tokenizer("1+2=")["input_ids"]
     assert f"prompt, not trained on, {len(ids)} tokens: '1+2='" in lines and f"ids {' '.join(map(str, ids))}" in lines
     longer = len(tokenizer("11+22=")["input_ids"])
-    assert f"tokens of a prompt: least {len(ids)}, median {len(ids)}, 90 % {longer}" in next(
-        line for line in lines if line.startswith("tokens of a prompt: ") and not line.endswith(f"most {len(ids)}")
+    assert f"tokens of a prompt: minimum {len(ids)}, median {len(ids)}, 90 % {longer}" in next(
+        line for line in lines if line.startswith("tokens of a prompt: ") and not line.endswith(f"maximum {len(ids)}")
     )
     assert any(line.startswith("2 duplicate rows, '1+2=' most often: 3 times, in ") for line in lines)
     assert any(line.startswith("warning: 1 of 1 validation prompts are trained on") for line in lines)

@@ -222,7 +222,8 @@ def test_changes_are_in_text_and_json(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_timeout_of_rewards_cuts_their_times_and_is_refused_where_there_are_none(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["quickstart_grpo", TINY, "--device", "cpu", "reward.num_workers=8"]
+    words = ["quickstart_grpo", TINY, "--device", "cpu", "reward.num_workers=8", "data.train_batch_size=8"]
+    words += ["actor_rollout_ref.actor.ppo_mini_batch_size=8"]
     changes = ["--what-if", "reward.timeout_s=1", "--what-if", "reward.timeout_s=1e6"]
     before, cut, same = planned(capsys, *words, "--reward-seconds", "5", *changes)["what_if"]
     assert cut["seconds"] < 0.5 * before["seconds"] and same["seconds"] > before["seconds"]

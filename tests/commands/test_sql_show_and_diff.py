@@ -90,6 +90,12 @@ def test_the_config_the_first_difference_and_what_noise_explains(
     assert found["metrics"][1]["low"] < 0.2 < found["metrics"][1]["high"]
 
 
+def test_a_folder_that_is_no_run_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other").mkdir()
+    assert main(["diff", str(compared_run(tmp_path / "a", 0)), str(tmp_path / "other")]) == 2
+    assert "other is not a run's folder: it has no file events.jsonl" in capsys.readouterr().err
+
+
 def test_the_first_group_token_and_tensor_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = compared_run(tmp_path / "a", 0), compared_run(tmp_path / "b", 0)
     for run_dir, value in ((a, 1.0), (b, 2.0)):

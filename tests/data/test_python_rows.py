@@ -10,8 +10,7 @@ import pandas
 import pytest
 
 from distflow.data.dataset_columns import Columns
-from distflow.data.python_rows import keep_rows
-from distflow.data.sources import load_rows
+from distflow.data.sources import keep_rows, load_rows
 from distflow.errors import UserError
 
 ROWS = [{"prompt": "1+1=", "answer": "2", "level": 1}, {"prompt": "2*3=", "answer": "6", "level": None}]

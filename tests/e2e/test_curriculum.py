@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,23 @@ def hands_out_equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Quotas, "_take", lambda self: 0)
 
 
-FAULTS = {forgets: "share", follows_accuracy: "share", counts_one_domain: "was told", hands_out_equal_shares: "has had"}
+def tells_half_the_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = curriculum._Measured.progress
+
+    def progress(self: Any, *given: Any) -> Any:
+        told, after = original(self, *given)
+        return replace(told, accuracy=None if told.accuracy is None else told.accuracy / 2), after
+
+    monkeypatch.setattr(curriculum._Measured, "progress", progress)
+
+
+FAULTS = {
+    forgets: "share",
+    follows_accuracy: "share",
+    counts_one_domain: "was told",
+    hands_out_equal_shares: "has had",
+    tells_half_the_accuracy: "was told the accuracy",
+}
 
 
 def learnable(ground: Playground, *more: str) -> tuple[str, ...]:

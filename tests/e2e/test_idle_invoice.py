@@ -139,7 +139,7 @@ def test_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_tool_of_an_episode(tmp_path: Path) -> None:
     ground = Callers(tmp_path)
-    (tmp_path / "tool.py").write_text(TOOL.replace("SLEEP", str(SLEEP)))
+    (tmp_path / "tool.py").write_text(TOOL.replace("SLEEP", str(SLEEP / 2)))
     tools = f"'{tmp_path}/tool.py:calculator'"
     run = ground.run(
         "grpo",

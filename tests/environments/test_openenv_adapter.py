@@ -102,7 +102,7 @@ def test_an_address_where_nothing_answers_is_named_at_the_start() -> None:
 
 def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openenv.core.generic_client", None)
-    from distflow.environments.openenv_adapter import OpenEnv
+    from distflow.environments.environment_adapters import OpenEnv
 
     with pytest.raises(UserError, match=r"pip install 'distflow\[openenv\]'"):
         OpenEnv("http://127.0.0.1:9", {})

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from distflow.environments.user_process import ProcessServer, UserProcess
-from distflow.runtime.user_calls.async_calls import deadline_paused, run_async
+from distflow.runtime.user_calls import deadline_paused, run_async
 from tests.environments.test_tools import is_running
 from tests.patience import wait_until
 

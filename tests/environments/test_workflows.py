@@ -1,5 +1,6 @@
-"""What is a workflow, and what its result means."""
+"""What is a workflow, what its result means, and the built-in one of several turns."""
 
+import asyncio
 import math
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 import pytest
 
 from distflow.environments import workflow
-from distflow.environments.workflows import load_workflow
+from distflow.environments.chat import Limits, Prompt
+from distflow.environments.workflows import Row, load_workflow, multi_turn
 from distflow.errors import UserError
 from distflow.pipelines.nodes.workflow_rollout import read_outcome
 from distflow.rewards.reward_results import Score
 from distflow.rewards.router import RewardOutcome
+from tests.environments.test_chat import FAMILIES, Engine, chat_of
 
 FILE = """
 class ByAReaL:
@@ -123,3 +126,19 @@ def test_a_result_of_the_reward_functions_passes_and_none_rejects() -> None:
 def test_anything_else_is_an_error(returned: object) -> None:
     with pytest.raises(ValueError, match="it returned"):
         read_outcome(returned)
+
+
+@pytest.mark.parametrize(
+    ("response", "turns", "score"),
+    [(1000, 3, 0.25), (5, 2, 0.5), (4, 1, 1.0)],  # the feedback has two tokens, each reply two but the last one
+)
+def test_the_discount_counts_the_turns_that_had_room(response: int, turns: int, score: float) -> None:
+    chat = chat_of(FAMILIES["qwen2.5"](), Engine([[5, 6], [7, 8], [9]]), Limits(response, 2000))
+
+    async def score_of(reply: object) -> RewardOutcome:
+        return RewardOutcome(Score(1.0), {}, 0.0)
+
+    row, chat.templated = Row(Prompt("ask", (1, 2))), False
+    outcome = asyncio.run(multi_turn(chat, row, score_of, feedback="=?", turn_discount=0.5))
+    assert isinstance(outcome, RewardOutcome) and outcome.reward_result == Score(score)
+    assert sum(segment.owner == "policy" for segment in chat.segments) == turns

@@ -26,9 +26,10 @@ def test_the_notebook_runs_and_shows_what_it_made(tmp_path: Path) -> None:
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     texts = "".join(output["text"] for output in outputs if output.output_type == "stream")
     assert "step 10/10" in texts and "\x1b" not in texts and "Warning" not in texts
-    (shown, metrics, samples, report) = [output["data"] for output in outputs if "data" in output]
+    (shown, metrics, samples, fates, report) = [output["data"] for output in outputs if "data" in output]
     assert "finished, 10 steps" in shown["text/html"] and "<svg" in shown["text/html"]
     assert "reward/mean_score" in metrics["text/html"] and "digits" in samples["text/html"]
+    assert "trained" in fates["text/html"]
     assert (tmp_path / "runs/notebook/digits/report.html").is_file() and "report.html" in report["text/plain"]
 
 

@@ -16,9 +16,10 @@ from distflow.config.keys.trainer_async_dag import StopCondition
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.models import lora
-from distflow.pipelines.nodes import updates
+from distflow.pipelines.nodes import rollout_reward_filter, updates
 from distflow.runtime import rollout_loop, step_metrics, worker
 from distflow.scheduling.group_states import PromptGroup
+from distflow.scheduling.row_order_and_step_sizes import Timetable
 from distflow.training import torch_engine
 from tests.e2e.planting import plant_behind, plant_from
 from tests.e2e.runs import Playground
@@ -270,6 +271,55 @@ def test_tokens_of_responses_alone_in_the_ledger(playground: Playground, monkeyp
     monkeypatch.setattr(rollout_loop, "finished_group", finished)
     with pytest.raises(TrustError, match=r"the ledger have \d+ tokens for group 0, but its samples have \d+"):
         playground.run("grpo", "trainer.total_training_steps=1")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_due_and_not_written(playground: Playground, monkeypatch: Patch) -> None:
+    is_due = Timetable.is_due
+
+    def due(self: Timetable, step: int, num_passed: int, is_last: bool = False) -> bool:
+        return is_due(self, step, num_passed, is_last) and step != 4
+
+    monkeypatch.setattr(Timetable, "is_due", due)
+    with pytest.raises(
+        TrustError, match="the checkpoint after step 4 is due by trainer.save_freq, but was not written"
+    ):
+        playground.run("grpo", "trainer.save_freq=2", "trainer.total_training_steps=6")
+
+
+ZERO_OR_ONE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(sum(map(ord, solution_str)) % 2)
+"""
+FILTER = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.mean_range=[0.25,0.75]", *STEPS)
+
+
+@pytest.mark.slow
+def test_a_group_at_the_bound_of_the_filter(playground: Playground, monkeypatch: Patch) -> None:
+    playground.write_reward(ZERO_OR_ONE)
+    assert playground.run("grpo", *FILTER, name="healthy").notes("error") == []
+    right = rollout_reward_filter.drop_reason
+
+    def drop_reason(metric: torch.Tensor, valid: Any = None, mean_range: Any = None) -> str | None:
+        return right(metric, valid, None) if float(metric.mean()) in mean_range else right(metric, valid, mean_range)
+
+    monkeypatch.setattr(rollout_reward_filter, "drop_reason", drop_reason)
+    with pytest.raises(TrustError, match=r"was kept, but its mean acc is 0\.(25|75), outside mean_range"):
+        playground.run("grpo", *FILTER)
+
+
+@pytest.mark.slow
+def test_groups_that_are_counted_as_dropped_for_another_reason(playground: Playground, monkeypatch: Patch) -> None:
+    playground.write_reward(ZERO_OR_ONE)
+    right = rollout_loop.DroppedGroup
+    other = {"all_equal": "too_few_scores"}
+    monkeypatch.setattr(
+        rollout_loop,
+        "DroppedGroup",
+        lambda group, reason, *more, **named: right(group, other.get(reason, reason), *more, **named),
+    )
+    with pytest.raises(TrustError, match=r"0 groups are counted as dropped for all_equal .*but nodes dropped \d+"):
+        playground.run("grpo", *FILTER)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from distflow.audit.advantages import FORMULAS, _by_agent
 from distflow.audit.recorded_step import samples_of
 from distflow.config import ConfigError, load_config
 from distflow.data.batch import Batch
-from distflow.environments.agent_chats import Agents
+from distflow.environments.chat import Agents
 from distflow.environments.workflows import Row, load_workflow
 from distflow.errors import UserError
 from distflow.graph import Node

@@ -17,7 +17,7 @@ from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation
 from distflow.runtime.compiled_node import NodeContext, compile_steps
 from distflow.runtime.group_columns import Group
 from distflow.runtime.run_errors_and_limits import NodeError
-from distflow.runtime.user_calls.sync_calls import PlainCalls
+from distflow.runtime.user_calls import PlainCalls
 from tests.runtime.groups import bound, prompt_group, waiting_group
 from tests.tiny_models import tiny_tokenizer
 

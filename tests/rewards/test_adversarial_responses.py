@@ -56,6 +56,22 @@ def test_a_built_in_pays_for_no_such_response(name: str) -> None:
     assert found_by(f"distflow.rewards.{name}", [row._replace(prompt="How many are there?") for row in ROWS]) == []
 
 
+def test_a_large_row_is_tried_with_one_response_of_each_kind(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    code = f"""def compute_score(solution_str, ground_truth):
+    with open("{calls}", "a") as file:
+        file.write("x")
+    return 1.0
+"""
+    large = [ROWS[0]._replace(extra_info={f"column {n}": n for n in range(20_000)})]
+    numbers, found = [], []
+    for rows in (ROWS[:1], large):
+        calls.write_text("")
+        found.append(len(found_in(code, tmp_path, rows)))
+        numbers.append(len(calls.read_text()))
+    assert found[0] == found[1] and 3 * numbers[1] < numbers[0]
+
+
 @pytest.mark.slow
 def test_choices_and_what_is_no_number_are_tried(tmp_path: Path) -> None:
     row = ROWS[0]._replace(ground_truth="C", prompt="Which is right?")

@@ -13,9 +13,11 @@ from distflow.errors import TrustError, UserError
 from distflow.observe.report.build import report_data
 from distflow.observe.run_reader import read_events, read_samples, sample_splits, sample_steps
 from distflow.observe.writing.run_folder import RunFolder
+from distflow.observe.writing.timing import COLLECTIVE, DATA, RANKS, Wait
 from distflow.runtime.run_reporter import Recorder, ReportingProcess, reported
 from distflow.runtime.spec import Spec
 from tests.e2e.runs import Playground
+from tests.observe.writing.test_trackers import listening
 from tests.runtime.groups import group
 
 
@@ -68,6 +70,18 @@ def test_what_a_resumed_run_records_has_its_step_from_the_start(spec: Spec, tmp_
     assert [event.step for event in read_events(tmp_path / "run") if event.kind == "warning"] == [3]
 
 
+def test_a_finding_that_opens_is_an_event_and_is_posted(spec: Spec, tmp_path: Path) -> None:
+    with listening(refused=0) as (address, got):
+        options = replace(spec.options, run_dir=tmp_path / "run", logger=(), webhook=address)
+        with Recorder(replace(spec, options=options), 50, 0, None) as recorder:
+            for step in range(1, 15):
+                recorder.training_step(step, {"actor/skipped": 1.0}, group())
+    (found,) = (event for event in read_events(tmp_path / "run") if event.kind == "finding")
+    (posted,) = got
+    assert posted["rule"] == found.fields["rule"] == "skipped-updates" and posted["step"] == found.step
+    assert str(posted["message"]) in found.message and address not in (tmp_path / "run" / "events.jsonl").read_text()
+
+
 def test_how_a_run_ended_is_the_last_event(spec: Spec, tmp_path: Path) -> None:
     for status in ("finished", "stopped"):
         with record(spec, tmp_path / status) as recorder:
@@ -100,6 +114,15 @@ def test_every_wait_is_a_span_that_names_who_is_waited_for(spec: Spec, tmp_path:
         pass
     span = json.loads((tmp_path / "run" / "spans" / "training.jsonl").read_text())
     assert (span["kind"], span["what"], span["on"]) == ("wait", "step 3", "rollout")
+
+
+def test_waits_for_rows_and_collectives_are_spans_if_they_last(spec: Spec, tmp_path: Path) -> None:
+    with record(spec, tmp_path / "run") as recorder:
+        for what, on in (("rows", DATA), (COLLECTIVE, RANKS)):
+            for seconds in (0.0005, 0.25):
+                recorder._waited(Wait("training", what, on, 5.0), 5.0 + seconds)
+    lines = (tmp_path / "run" / "spans" / "training.jsonl").read_text().splitlines()
+    assert [(span["what"], span["t1"]) for span in map(json.loads, lines)] == [("rows", 5.25), (COLLECTIVE, 5.25)]
 
 
 @pytest.mark.parametrize("error", [UserError("your\nmistake"), TrustError("a check"), KeyError("ours"), SystemExit(3)])

@@ -18,7 +18,7 @@ from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.models.sharding import Sharding, at_places, shard_model, whole
 from distflow.planning.plan import Layout, Plan, Sizes, process_groups
-from distflow.runtime.checkpoint.shards import own_shards
+from distflow.runtime.checkpoint.files import own_shards
 from distflow.training.engine import Collective, LossFn
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine

@@ -26,7 +26,7 @@ from distflow.models.sharding import DATA, TENSOR, Sharding, at_places, own_part
 from distflow.models.weight_fingerprint_and_soundness import magnitudes
 from distflow.planning.plan import RankPlan
 from distflow.rollout.engine import RolloutEngine
-from distflow.runtime.checkpoint.shards import own_shards
+from distflow.runtime.checkpoint.files import own_shards
 from distflow.runtime.resources import build_resources
 from distflow.runtime.weight_sync.sender import buckets, check_sent
 from distflow.training.engine import TrainState

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from distflow.models.loading import load_model
-from distflow.runtime.checkpoint.shards import read_shards
+from distflow.runtime.checkpoint.files import read_shards
 from distflow.training.engine import OneRank
 from distflow.training.torch_engine import TorchScorer
 from tests.made_once import made_once

@@ -12,7 +12,7 @@ from distflow.config.compose.origins import COMMAND_LINE, IN_PYTHON
 from distflow.config.derived_settings import ADV_ESTIMATOR, POLICY_LOSS, is_rl
 from distflow.config.keys.declare import dotted
 from distflow.config.keys.schema import schema_keys, with_values
-from distflow.data.python_rows import GivenRows, keep_rows
+from distflow.data.sources import GivenRows, keep_rows
 from distflow.errors import Problem, UserError
 from distflow.import_target import is_pickled, split_name
 
@@ -27,7 +27,7 @@ _FUNCTIONS = {
     "advantage": (ADV_ESTIMATOR, "distflow.algorithms.advantages.grpo_family:compute_grpo_advantage"),
     "loss": (POLICY_LOSS, "distflow.algorithms.losses.clipped_ratio:compute_vanilla_loss"),
     "pipeline": ("dag.pipeline", "distflow.pipelines.grpo:grpo_pipeline"),
-    "workflow": ("actor_rollout_ref.rollout.workflow", "distflow.environments.single_and_multi_turn:single_turn"),
+    "workflow": ("actor_rollout_ref.rollout.workflow", "distflow.environments.workflows:single_turn"),
 }
 """The key of each function argument, and its placeholder until the file is written."""
 _SPECIAL = re.compile(r"[\\()\[\]{}:=, \t]")

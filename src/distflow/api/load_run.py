@@ -3,6 +3,7 @@ reads files."""
 
 import html
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from distflow.errors import UserError, count_of
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import JSON, read_object
-from distflow.observe.metrics import headlines
+from distflow.observe.metrics import headline_table, headlines
 from distflow.observe.report.summary_sentences import REWARD, accuracies, status
 from distflow.observe.sample_files import DROPPED
 from distflow.observe.sanitized_output import escape_control
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 SPLITS = ("train", "val")
 _SHOWN_ROWS, _SHOWN_COLUMNS, _SHOWN_CHARACTERS = 20, 12, 200
 _WIDTH, _HEIGHT = 240, 40
+_MAX_QUERY_S = 600.0
 
 
 class Table(list[dict[str, object]]):
@@ -145,6 +147,31 @@ class Run:
         from distflow.observe.report.doctor import examine, records_of
 
         return Table(found._asdict() for found in examine(records_of(self.folder)).problems())
+
+    def sql(self, query: str) -> Table:
+        """The rows of one SELECT over the views of `distflow sql`, e.g. "select * from spans". Raises UserError as that
+        does, and without DuckDB (`pip install 'distflow[ui]'`)."""
+        from distflow.commands.run_sql import query_runs
+
+        answer = query_runs([self.folder], query, max_rows=sys.maxsize - 1, max_s=_MAX_QUERY_S)
+        return Table(answer.records())
+
+    def compare(self, others: "Sequence[Run | str | Path]") -> Table:
+        """A row for each headline metric and other run: `metric`, `run`, the means `a` of this run and `b` of the other
+        over their last 50 common steps, `difference` with its 95 % interval from `low` to `high`, and whether it
+        `differs` by more than noise (None with fewer than 12 steps)."""
+        from distflow.commands.sql_show_and_diff import compared_metrics
+        from distflow.observe.report.doctor import records_of
+
+        shown = {name for line in headline_table() for name in line.names} | {"val_correct/all/mean"}
+        runs = [other if isinstance(other, Run) else Run(other) for other in others]
+        own = records_of(self.folder)
+        return Table(
+            {"metric": found["metric"], "run": run.folder.name, **found}
+            for run in runs
+            for found in compared_metrics(own, records_of(run.folder))
+            if found["metric"] in shown
+        )
 
     @property
     def accuracy_before(self) -> float | None:

@@ -331,7 +331,7 @@ class Rollouts:
     def _of_group(self, should_accept: ShouldAccept | None, workflow: object) -> Any:
         """The options of a call for its groups. Raises UserError."""
         from distflow.pipelines.nodes.workflow_rollout import workflow_of_call
-        from distflow.runtime.sample_queue.user_prompt_rows import OfGroup
+        from distflow.runtime.sample_queue.protocol import OfGroup
 
         _check_should_accept(should_accept)
         made = None
@@ -343,7 +343,7 @@ class Rollouts:
         """The spec of the run, without audits, since how the user's loop trains is unknown."""
         from distflow.launch.select_pipeline import for_own_loop
         from distflow.launch.spec_settings import make_plan
-        from distflow.runtime.sample_queue.user_prompt_rows import Submissions
+        from distflow.runtime.sample_queue.protocol import Submissions
 
         spec = make_spec_of(self._inputs, self._loaded, has_data=self._has_data)
         if not self._has_data:

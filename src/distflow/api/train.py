@@ -17,7 +17,7 @@ from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
 from distflow.config.compose.origins import base_preset
 from distflow.config.derived_settings import check_keys, launch_target, resume_override
 from distflow.data import random_states
-from distflow.errors import called_from_python, hint, nearest
+from distflow.errors import blaming, called_from_python, hint, nearest
 from distflow.import_target import load
 from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import claimed
@@ -165,7 +165,7 @@ def train(
     NodeError if a node fails.
     """
     from distflow.runtime.spec import LaunchOptions
-    from distflow.runtime.user_calls.sync_calls import Callbacks
+    from distflow.runtime.user_calls import Callbacks
 
     callbacks = Callbacks(on_step, on_validation, on_save)
     inputs = PythonInputs(data, val_data, reward, advantage, loss, pipeline, workflow)
@@ -189,14 +189,14 @@ def train_several(runs: Mapping[str, Mapping[str, Any]], overrides: Overrides = 
     would run elsewhere. overrides: for all runs. Raises UserError or PipelineError for a mistake, before any run
     starts, and RuntimeError if one fails; the others continue to their end.
     """
-    from distflow.launch.plan_concurrent_runs import SeveralOptions, check_side_by_side, naming, run_several
+    from distflow.launch.plan_concurrent_runs import SeveralOptions, check_side_by_side, run_several
 
     known = ("preset_or_config", "overrides", *(field.name for field in fields(PythonInputs)))
     read_runs = dict[str, tuple[PythonInputs, Loaded, list[str]]]()
     if not isinstance(runs, Mapping) or not runs or not all(isinstance(each, Mapping) for each in runs.values()):
         raise UserError("pass a dict of runs by name, each a dict of arguments of distflow.train")
     for name, arguments in runs.items():
-        with naming(name):
+        with blaming(name):
             if unknown := sorted(arguments.keys() - {*known}):
                 what = f"no argument {', '.join(unknown)} for one of several runs"
                 raise UserError(f"{what}; use {', '.join(known)}")
@@ -206,7 +206,7 @@ def train_several(runs: Mapping[str, Mapping[str, Any]], overrides: Overrides = 
             read_runs[name] = inputs, read(preset, lines, inputs, None), [preset, *lines]
     check_side_by_side({name: loaded.config for name, (_, loaded, _) in read_runs.items()})
     for name, (inputs, loaded, words) in read_runs.items():
-        with naming(name):
+        with blaming(name):
             _write(inputs, loaded.config)
             words += inputs.file_lines(loaded.config)
     commands = {name: words for name, (_, _, words) in read_runs.items()}

@@ -77,13 +77,7 @@ def audit_advantages(recorded: RecordedStep) -> str | None:
 def _check_samples(recorded: RecordedStep, domain: str, settings: AlgorithmConfig, samples: list[Sample]) -> str | None:
     """Check samples with the same settings."""
     name, estimator = settings.adv_estimator, find_adv_est(settings.adv_estimator)
-    over_step = {
-        f"'{name}'": name in GLOBAL or (estimator.formula is not None and estimator.scope == "global"),
-        "scale_rewards=batch": settings.scale_rewards == "batch",
-        "adv_norm": "batch" in (settings.adv_norm.mean_level, settings.adv_norm.std_level),
-        "difficulty_weight and length_weight": settings.difficulty_weight or settings.length_weight,
-    }
-    if not recorded.is_whole and (needing := [what for what, is_on in over_step.items() if is_on]):
+    if not recorded.is_whole and (needing := over_step(settings)):
         return f"{needing[0]} needs all samples of the step, which are too many to send to all ranks"
     engines = {name: model.weight for name, model in scoring_models(recorded.config.reward_model).items()}
     weights = {"weight_of": lambda sample, part: (engines | functions_of(recorded, sample)).get(part, 1.0)}
@@ -104,6 +98,18 @@ def _check_samples(recorded: RecordedStep, domain: str, settings: AlgorithmConfi
     check_close(samples, "advantages", advantages, LIMIT, reason)
     check_close(samples, "returns", [row for _, row in found], LIMIT, reason)
     return None
+
+
+def over_step(settings: AlgorithmConfig) -> list[str]:
+    """What compares samples of all groups of a step."""
+    name, estimator = settings.adv_estimator, find_adv_est(settings.adv_estimator)
+    found = {
+        f"'{name}'": name in GLOBAL or (estimator.formula is not None and estimator.scope == "global"),
+        "scale_rewards=batch": settings.scale_rewards == "batch",
+        "adv_norm": "batch" in (settings.adv_norm.mean_level, settings.adv_norm.std_level),
+        "difficulty_weight and length_weight": settings.difficulty_weight or settings.length_weight,
+    }
+    return [what for what, is_on in found.items() if is_on]
 
 
 def _check_clipped(

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from distflow.audit import optimizer_steps, rescored_samples, token_level_rewards
-from distflow.audit.advantages import audit_advantages, audit_moments
+from distflow.audit.advantages import audit_advantages, audit_moments, over_step
 from distflow.audit.custom_estimator_and_loss import audit_custom_functions
 from distflow.audit.data import audit_curriculum, audit_data
 from distflow.audit.difficulty_filter import audit_skipped_rows
@@ -36,6 +36,8 @@ from distflow.audit.samples import (
     remember_domains,
 )
 from distflow.audit.validation import audit_validation
+from distflow.config import Config
+from distflow.config.derived_settings import algorithms
 
 REMEMBERED_BEFORE = (token_level_rewards.remember_rewards, remember_domains, remember_trained, remember_marked)
 """Run in every step before its checks, to keep what these and later steps' checks need."""
@@ -115,6 +117,9 @@ LOOK_AFTER = tuple(
 )
 """Run at the end of steps that are not audited, on a few groups and one update of each model."""
 
+OF_ALL_GROUPS = (token_level_rewards.audit_rewards, audit_advantages)
+"""Run in a look on the whole step, if `compares_all_groups`."""
+
 QUICK_LOOK = tuple(check for check in LOOK_AFTER if check.name not in ("responses", "reward_results", "kl_control"))
 """Run there on one group if a look costs too much; neither models nor reward functions are run."""
 
@@ -132,3 +137,8 @@ OF_RELEASED: tuple[Check, ...] = (
 
 CHECKS = (*AT_START, *AFTER[:11], *BEFORE, *AFTER[11:], *OF_VALIDATION, audit_curriculum, audit_skipped_rows)
 """All checks in the order of a step, for documentation."""
+
+
+def compares_all_groups(config: Config) -> bool:
+    """Whether rewards or advantages are relative to those of other groups of the step."""
+    return any(over_step(own) or token_level_rewards.over_step(own) for _, own in algorithms(config))

@@ -2,10 +2,12 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from distflow.audit import all_checks
 from distflow.audit.audit_schedule import SHARES, AuditSchedule, Depth, drawn_update
@@ -49,6 +51,18 @@ LONG_S, TOLD_AT_END_S = 5.0, 1.0
 
 LOOKS_TOLD_EVERY = 50
 """Steps between two lines in `events.jsonl` that count the looks."""
+
+
+@contextmanager
+def _on_one_thread() -> Iterator[None]:
+    """Inside, torch computes on the calling thread alone: checks of columns are many small computations, after each of
+    which its other threads wait in a loop. No model runs inside."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)
 
 
 class Auditor:
@@ -100,6 +114,7 @@ class Auditor:
         self._gradients: dict[str, GradientWatch] = {}
         self._gradient: GradientWatch | None = None  # watch of the current update
         self._validated = -1  # number of steps before the last validation
+        self._released = self._saved = self._first_step  # steps released, and those before the last checkpoint
         self._measured: Sequence[Measured] = ()
         self._found: dict[str, str | None] = {}
         self._told = False  # whether it was reported what audits cannot check
@@ -122,6 +137,7 @@ class Auditor:
             self._check((replace(audit_resume, run=self._memory.compare_at_start),), None, "the resume")
 
     def state_saved(self, nodes: Mapping[str, Any], point: ResumePoint[Batch] | None) -> dict[str, Any]:
+        self._saved = self._released
         return {**self._memory.models(), **self._memory.others(nodes, point)} if self._schedule.frequency > 0 else {}
 
     def step_taken(self, step: int, group_ids: Sequence[int], batch: Batch, synced_version: int | None) -> None:
@@ -206,7 +222,7 @@ class Auditor:
         depth = Depth.AUDIT if audits else self._looks
         may_draw = depth > Depth.BASE  # user functions, which may be called again
         lent = random_states.lent() if may_draw else nullcontext()
-        with self._schedule.timed(taken.step, depth), lent:
+        with self._schedule.timed(taken.step, depth), lent, _on_one_thread():
             if audits and self._recorded is None:
                 self._begin()
             for remember in all_checks.REMEMBERED_BEFORE if self._schedule.frequency > 0 else ():
@@ -233,8 +249,9 @@ class Auditor:
         if self._schedule.frequency > 0:
             released = RecordedStep(self._run, step, {}, (), batch, None, {}, {})
             released.metrics = metrics
+            self._count_dropped(step)
             is_due = self._due or self._looks > Depth.NONE
-            with self._schedule.timed(step, self._looks):
+            with self._schedule.timed(step, self._looks), _on_one_thread():
                 self._count(
                     self._check((*all_checks.AT_RELEASE, *(all_checks.OF_RELEASED if is_due else ())), released)
                 )
@@ -243,6 +260,20 @@ class Auditor:
             leads = self._run.inputs.ports.everyone.rank == 0 and knows
             if leads and every > 0 and (step + 1) % every == 0 and self._validated != step + 1:
                 raise TrustError(f"the validation after step {step + 1} is due by trainer.test_freq, but was not made")
+            saves = self._run.spec.data.saves.steps
+            if saves > 0 and step > self._first_step and step % saves == 0 and self._saved != step:
+                raise TrustError(f"the checkpoint after step {step} is due by trainer.save_freq, but was not written")
+        self._released = step + 1
+
+    def _count_dropped(self, step: int) -> None:
+        """Count by reason the groups that nodes have dropped since the run's start, unless audits were off in some
+        steps."""
+        known, dropped = self._run.state.setdefault("dropped", {}), self.groups.take_num_dropped()
+        if step == known.get("steps", 0):
+            before = known.get("reasons", {})
+            known |= {"steps": step + 1, "reasons": dict(Counter(before) + dropped)}
+        else:
+            known.clear()
 
     def end_decided(self, step: int, metrics: Mapping[str, float], ends: bool) -> None:
         if (condition := self._run.spec.data.stop_when) and self._schedule.frequency > 0:
@@ -331,6 +362,8 @@ class Auditor:
         quick = self._looks is Depth.QUICK
         part.budget_s = 0.0 if quick else self._schedule.score_again_s()
         self._count(self._check(all_checks.QUICK_LOOK if quick else all_checks.LOOK_AFTER, part))
+        if not quick and all_checks.compares_all_groups(self._run.spec.config):
+            self._check(all_checks.OF_ALL_GROUPS, whole)
         self._looked["steps"] += 1
 
     def _dropped(self) -> list[tuple[GroupRecord, str, Batch]]:

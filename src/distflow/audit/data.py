@@ -393,8 +393,8 @@ def _check_groups(recorded: RecordedStep, due: Mapping[str, float]) -> None:
 
 
 def _check_measured(recorded: RecordedStep, past: dict[str, Any]) -> None:
-    """past: among others `told`, by domain the sum of p · (1 - p) over the groups since the last change of shares, and
-    their number."""
+    """past: among others `told`, by domain since the last change of shares: the sum of p · (1 - p) over the groups,
+    their number, and how many of their responses are correct and have a score."""
     data, config = recorded.run.spec.data, recorded.config
     filters = filters_groups(config) or config.algorithm.filter_groups.should_accept
     if data.max_staleness or data.oversampling or filters or data.curriculum is None:
@@ -402,15 +402,16 @@ def _check_measured(recorded: RecordedStep, past: dict[str, Any]) -> None:
     told = past.setdefault("told", {})
     for group in by_group_of(recorded.samples).values():
         if scored := [float(sample["acc"]) >= 1 - 1e-6 for sample in group if sample["valid"]]:
-            total, number = told.get(str(group[0]["domain"]), (0.0, 0))
-            told[str(group[0]["domain"])] = [total + (p := fmean(scored)) * (1 - p), number + 1]
+            before, p = told.get(str(group[0]["domain"]), (0.0, 0, 0, 0)), fmean(scored)
+            now = (p * (1 - p), 1, sum(scored), len(scored))
+            told[str(group[0]["domain"])] = [one + other for one, other in zip(before, now, strict=True)]
     if (recorded.step + 1) % data.curriculum.every:
         return
     past["told"] = {}
     for name in (domain.name for domain in data.domains):
-        wanted = told[name][0] / told[name][1] if name in told else None
-        found = recorded.metrics.get(f"domains/{name}/learnability")
-        if (found is None) != (wanted is None) or abs((found or 0.0) - (wanted or 0.0)) > ROUNDING:
-            raise Wrong(
-                f"the curriculum was told that p · (1 - p) of domain '{name}' is {found}; its groups show {wanted}"
-            )
+        total, number, num_right, num_scored = told.get(name, (0.0, 0, 0, 0))
+        means = {"learnability": (total, number), "accuracy": (num_right, num_scored)}
+        for what, (own, count) in means.items():
+            found, wanted = recorded.metrics.get(f"domains/{name}/{what}"), own / count if count else None
+            if (found is None) != (wanted is None) or abs((found or 0.0) - (wanted or 0.0)) > ROUNDING:
+                raise Wrong(f"the curriculum was told the {what} {found} of domain '{name}'; its groups show {wanted}")

@@ -26,6 +26,7 @@ def audit_skipped_rows(recorded: RecordedStep) -> str | None:
     is_mixed = data.max_staleness or data.oversampling or filters or data.domains
     if is_mixed or len(recorded.run.spec.plan.ranks) > 1 or data.num_rows < 2 * data.consumer_batch:
         return "which rows were known when a group started does not follow from the steps"
+    _check_in_a_row(recorded, data.skips.epochs)
     if recorded.step == 0:
         state["skips"] = {"step": 0, "next": 0, "left": {}, "skipped": {}}
     kept = state.get("skips", {})
@@ -61,6 +62,25 @@ def audit_skipped_rows(recorded: RecordedStep) -> str | None:
         if found != expected:
             raise Wrong(f"{found:.0f} rows were skipped so far as {name}, but their responses give {expected}")
     return None
+
+
+def _check_in_a_row(recorded: RecordedStep, epochs: int) -> None:
+    """No row is skipped more than `epochs` times in a row. Goes on where it is not known which rows must be skipped."""
+    data, groups = recorded.run.spec.data, {*recorded.batch["group_index"].tolist()}
+    if recorded.step == 0:
+        recorded.run.state["skipped_in_a_row"] = {"step": 0, "next": 0, "times": {}}
+    kept = recorded.run.state.get("skipped_in_a_row", {})
+    metrics = recorded.metrics
+    dropped_else = metrics.get("async/rejected", 0.0) - metrics.get(EASY, 0.0) - metrics.get(HARD, 0.0)
+    if kept.get("step") != recorded.step or dropped_else:
+        return
+    times, others = kept["times"], 0
+    for number in range(kept["next"], max(groups, default=-1) + 1):
+        row = str(recorded.place_of(PromptGroup(number, 0, 0, data.group_size, 0))[1])
+        times[row], others = (0, 0) if number in groups else (times.get(row, 0) + 1, others + 1)
+        if times[row] > epochs and others < data.num_rows:
+            raise Wrong(f"row {row} was skipped {times[row]} times in a row, but data.skip_epochs is {epochs}")
+    kept["step"], kept["next"] = recorded.step + 1, max([kept["next"] - 1, *groups]) + 1
 
 
 def _share_right(group: Sequence[Sample]) -> float | None:

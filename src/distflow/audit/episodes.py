@@ -22,7 +22,9 @@ from distflow.audit.recorded_step import (
     conversations_of,
     index_of,
 )
+from distflow.audit.samples import parts_of_domain
 from distflow.builtin_names import PROMPT_CHAT
+from distflow.rewards.reward_results import Score
 
 MOST, FEW = 16, 2
 _QUESTION, _REPLY = "a question of the audit", "a reply of the audit"
@@ -46,8 +48,9 @@ class Said(NamedTuple):
     "episodes",
     "the tokens before each turn equal the workflow's messages, rendered again by independent code; an environment was "
     "reset with its row's seed and received each reply; observations and results of tools were passed on unchanged; "
-    "each turn has its own reward, and at most the tokens that were asked for; the checker of `solver_checker` earns "
-    "1 if it agrees with the accuracy; the scored text is the reply that the workflow passed",
+    "each turn has its own reward, and at most the tokens that were asked for; the checker of `solver_checker` was "
+    "asked about the solver's reply, and earns 1 if it agrees with the accuracy; a simulator began with its row's seed "
+    "and executed the bins of the drawn tokens; the scored text is the reply that the workflow passed",
     needs="a workflow other than AReaL's, and samples that this process generated; for tokens a fast tokenizer",
     limit=f"equal, {MOST} samples",
 )
@@ -234,6 +237,11 @@ def _check_limits(recorded: RecordedStep, sample: Sample, turns: Sequence[Said])
     most: Any = rollout.workflow_kwargs.get("max_turns", MAX_TURNS[rollout.workflow])
     if len(turns) > most or (sample["finish_reason"] == "max_turns" and len(turns) != most):
         raise Wrong(f"sample {sample['uid']} ended ({sample['finish_reason']}) after {len(turns)} of {most} turns")
+    is_wrong = float(sample["acc"]) < 1 - 1e-6
+    if rollout.workflow == "multi_turn" and sample["finish_reason"] == "stop" and is_wrong:
+        raise Wrong(
+            f"sample {sample['uid']} counts as ended by itself after {len(turns)} turns, but its answer is wrong"
+        )
     feedback = rollout.workflow_kwargs.get("feedback", FEEDBACK)
     if rollout.workflow == "multi_turn" and any(turn.said != feedback for turn in turns[1:]):
         raise Wrong(f"sample {sample['uid']} was told different feedback than {feedback!r}")
@@ -289,12 +297,15 @@ def _nothing(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> N
 
 
 def _check_checker(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
-    """The checker of `solver_checker` earns 1 if its reply agrees with the solver's accuracy, else 0."""
+    """The checker of `solver_checker` was asked about the solver's reply, and earns 1 if its own agrees with the
+    accuracy, else 0; the solver earns what the reward functions gave for that reply."""
     said = [turn.drawn for turn in turns if turn.name.partition(".")[0] == "checker"]
-    yes = str(recorded.config.actor_rollout_ref.rollout.workflow_kwargs.get("yes", "yes")).lower()
+    kwargs = recorded.config.actor_rollout_ref.rollout.workflow_kwargs
+    yes = str(kwargs.get("yes", "yes")).lower()
     found = sample["reward_parts"].get("checker")
     if not said or found is None:
         return
+    _check_solver(recorded, sample, turns, "{response}" in str(kwargs.get("question", "{response}")))
     text = recorded.run.resources.tokenizer.decode(list(said[-1]), skip_special_tokens=True)
     wanted = float((yes in text.lower()) == (float(sample["acc"]) >= 1 - 1e-6))
     if found != wanted:
@@ -302,6 +313,27 @@ def _check_checker(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]
             f"the checker of sample {sample['uid']} earned {found:g}, but should have {wanted:g}: it says {text!r:.80} "
             f"of a response with the accuracy {float(sample['acc']):g}"
         )
+
+
+def _check_solver(recorded: RecordedStep, sample: Sample, turns: Sequence[Said], is_shown: bool) -> None:
+    """is_shown: whether the checker's question has the solver's reply in it."""
+    drawn = [turn.drawn for turn in turns if turn.name.partition(".")[0] == "solver"]
+    asked = [turn.said for turn in turns if turn.name.partition(".")[0] == "checker"]
+    record = recorded.record_of(sample)
+    if not drawn or record is None:
+        return
+    reply = recorded.run.resources.tokenizer.decode(list(drawn[-1]), skip_special_tokens=True)
+    if is_shown and isinstance(asked[-1], str) and reply not in asked[-1]:
+        raise Wrong(
+            f"the checker of sample {sample['uid']} was asked {asked[-1]!r:.160}, without the reply {reply!r:.80}"
+        )
+    weights = {part.name: part.weight for part in parts_of_domain(recorded.config, sample["domain"])}
+    given = [(name, own) for name, call, own in record.scored if call.get("solution_str") == reply]
+    scores = {name: own.value for name, own in given if isinstance(own, Score)}
+    wanted = sum(weight * scores.get(name, math.nan) for name, weight in weights.items())
+    found = sample["reward_parts"].get("solver", wanted)
+    if not recorded.config.reward.overlong.buffer_tokens and abs(found - wanted) > 1e-6 * max(1.0, abs(wanted)):
+        raise Wrong(f"the solver of sample {sample['uid']} earned {found:g}, but its reply has the score {wanted:g}")
 
 
 def _check_simulator(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:

@@ -61,8 +61,22 @@ def remember_trained(recorded: RecordedStep) -> None:
 def audit_staleness(recorded: RecordedStep) -> str | None:
     """Check the metrics that a step has once it is released."""
     _compare(recorded, (*_of_versions(recorded), *_of_groups(recorded)))
+    _check_dropped(recorded)
     _check_throughput(recorded)
     return None
+
+
+def _check_dropped(recorded: RecordedStep) -> None:
+    """At staleness 0 no group is dropped between a step and its counts."""
+    data, known = recorded.run.spec.data, recorded.run.state.get("dropped", {}).get("reasons", {})
+    if data.max_staleness or data.oversampling or len(recorded.run.spec.plan.ranks) > 1:
+        return
+    for reason, number in known.items():
+        if (found := recorded.metrics.get(f"async/dropped/{reason}", 0.0)) != number:
+            raise Wrong(
+                f"{found:.0f} groups are counted as dropped for {reason} (async/dropped/{reason}), but nodes dropped "
+                f"{number}: the ledger and the metrics give another reason, or count other groups"
+            )
 
 
 def _check_throughput(recorded: RecordedStep) -> None:

@@ -3,7 +3,7 @@ the gradients with respect to them, and samples of the weights before and after.
 
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -59,6 +59,7 @@ class GroupRecords:
         self._kept: dict[int, GroupRecord] = {}
         self.dropped = deque[tuple[GroupRecord, str, Batch]](maxlen=NUM_DROPPED)
         """The last groups that a node dropped: their records, the reasons and their columns."""
+        self._num_dropped = Counter[str]()
         self.passed_over: list[tuple[PromptGroup, PromptGroup]] = []
         """Groups that wait though the last step has another one, which should have come later."""
         self._validated: list[GroupRecord] = []
@@ -88,8 +89,14 @@ class GroupRecords:
             self._kept[record.prompt_group.group_id] = record
 
     def drop(self, reason: str, batch: Batch) -> None:
+        self._num_dropped[reason] += 1
         if (record := _current.get()) is not None:
             self.dropped.append((record, reason, batch))
+
+    def take_num_dropped(self) -> Counter[str]:
+        """Remove and return the numbers of groups that nodes have dropped, by reason."""
+        taken, self._num_dropped = self._num_dropped, Counter[str]()
+        return taken
 
     def take_validated(self) -> list[GroupRecord]:
         """Remove and return the records of a validation."""

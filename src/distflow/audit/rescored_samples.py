@@ -19,7 +19,14 @@ from typing import Any
 from distflow.algorithms.normalization_filters_and_weights import ALL_EQUAL, MEAN_TOO_HIGH, MEAN_TOO_LOW, TOO_FEW_SCORES
 from distflow.audit.record_calls_and_updates import GroupRecord
 from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check
-from distflow.audit.samples import ROUNDING, accuracies, filtered_values, functions_of, parts_of_domain
+from distflow.audit.samples import (
+    ROUNDING,
+    accuracies,
+    filtered_values,
+    functions_of,
+    parts_of_domain,
+    rounding_of_mean,
+)
 from distflow.builtin_names import ESTIMATORS
 from distflow.config.derived_settings import algorithm_of
 from distflow.config.keys.reward import on_error_of, scoring_models
@@ -113,7 +120,8 @@ def _check_dropped(recorded: RecordedStep, record: GroupRecord, reason: str, bat
     if reason == ALL_EQUAL and max(values, default=0.0) - min(values, default=0.0) > ROUNDING:
         what = f"for one {settings.metric} on all its samples, but has {sorted(set(values))}"
         raise Wrong(f"group {number} was dropped {what}")
-    if (reason == MEAN_TOO_LOW and mean > low + ROUNDING) or (reason == MEAN_TOO_HIGH and mean < high - ROUNDING):
+    near = rounding_of_mean(recorded)
+    if (reason == MEAN_TOO_LOW and mean > low + near) or (reason == MEAN_TOO_HIGH and mean < high - near):
         raise Wrong(f"group {number} was dropped as {reason}, but the mean of its {settings.metric} is {mean:g}")
     for name in functions_of(part, scored[0]) if again and scored and recorded.is_ours("reward_parts") else ():
         if name not in recorded.run.state.get("not_deterministic", []):

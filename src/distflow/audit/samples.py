@@ -77,13 +77,16 @@ def audit_groups(recorded: RecordedStep) -> str | None:
 @check(
     "responses",
     "prompt, tokens, versions and text of a sample equal those of the row and the engine; a response is finished "
-    "only if it ends with a stop; an episode's text is that of its last turn (with branches, one branch's last turn)",
+    "only if it ends with a stop; an episode's text is that of its last turn (with branches, one branch's last turn); "
+    "the model gets the pixels of each image's file",
     needs="the built-in generation, or a workflow; for the engine's response, and with domains: samples that this "
     "process generated",
     limit="equal",
 )
 def audit_responses(recorded: RecordedStep) -> str | None:
     most = MOST_LOOKED if recorded.partial else MOST
+    if not recorded.partial:
+        _check_pixels(recorded)
     if not recorded.is_ours("responses"):
         return _check_episodes(recorded, most)
     known = [(sample, recorded.prompt_group(sample)) for sample in recorded.some_samples(most)]
@@ -120,6 +123,29 @@ def audit_responses(recorded: RecordedStep) -> str | None:
         text = tokenizer.decode(ids, skip_special_tokens=row.turns is None)
         _same(sample, "responses", sample["responses"], text, "its decoded tokens")
     return None if samples else "no sample's row is known: other processes generated them"
+
+
+def _check_pixels(recorded: RecordedStep) -> None:
+    """What the model gets of some samples' images is what its family's processor makes of each file, read again."""
+    processor = images_of(recorded.run.resources.tokenizer)
+    drawn = recorded.some_samples(MOST_LOOKED)
+    paths = [path for sample in drawn for own in sample.get("images", ()) for path in own]
+    if processor is None or not paths:
+        return
+    from PIL import Image
+
+    given, start = processor.inputs(paths)["pixel_values"], 0
+    for path in paths:
+        with Image.open(path) as image:
+            made = processor._processor.image_processor(images=[image.convert("RGB")], return_tensors="pt")
+        wanted, number = made["pixel_values"], len(made["pixel_values"])
+        found = given[(slice(start, start + number), *map(slice, wanted.shape[1:]))]
+        if not torch.equal(found, wanted):
+            raise Wrong(
+                f"the model gets other pixels than those of {path}: the image was mixed up with another, its channels "
+                "were swapped, or it was changed before the model's processor read it"
+            )
+        start += number
 
 
 def _check_episodes(recorded: RecordedStep, most: int) -> str | None:
@@ -298,9 +324,17 @@ def _check_filter(recorded: RecordedStep, groups: dict[int, list[Sample]]) -> No
             what = f"{settings.metric} {set(values)}: its advantage is 0"
             raise Wrong(f"group {number} was kept, but all its samples have the {what}")
         mean, (low, high) = math.fsum(values) / len(values), settings.mean_range or (-math.inf, math.inf)
-        if not low - ROUNDING < mean < high + ROUNDING:
+        near = rounding_of_mean(recorded)
+        if not low - near < mean < high + near:
             outside = f"outside mean_range [{low:g}, {high:g}]"
             raise Wrong(f"group {number} was kept, but its mean {settings.metric} is {mean:g}, {outside}")
+
+
+def rounding_of_mean(recorded: RecordedStep) -> float:
+    """How close to a bound of `mean_range` a mean may be on either side: accuracies are added up exactly."""
+    config = recorded.config
+    is_exact = config.algorithm.filter_groups.metric == "acc" and not scoring_models(config.reward_model)
+    return 0.0 if is_exact else ROUNDING
 
 
 def audit_kept(recorded: RecordedStep) -> str | None:

@@ -46,6 +46,8 @@ def audit_rewards(recorded: RecordedStep) -> str | None:
     for sample in scored:
         _same_baseline(recorded, sample)
     if recorded.is_written("srpo_distance"):
+        if not recorded.is_whole:
+            return "SRPO compares all episodes of the step"
         from distflow.audit.acting.srpo_rewards import check_srpo  # no other run imports it
 
         check_srpo(recorded)
@@ -91,7 +93,7 @@ def _check_processed(
     """Check the rewards of samples with the same settings against their scores."""
     levels = (algorithm.reward_norm.mean_level, algorithm.reward_norm.std_level)
     moments = recorded.run.state.get("reward_moments", {}).get(domain)
-    if not recorded.is_whole and ("batch" in levels or algorithm.whiten_rewards):
+    if not recorded.is_whole and over_step(algorithm):
         return "reward_norm and whiten_rewards need all samples of the step, which are too many to send to all ranks"
     if "running" in levels and moments is None:
         return "rewards before this process were not recorded"
@@ -113,6 +115,11 @@ def _check_processed(
     scored = [(sample, row) for sample, row in zip(samples, rows, strict=True) if sample["valid"]]
     check_close([each for each, _ in scored], "token_level_rewards", [row for _, row in scored], LIMIT, _by_its_scores)
     return None
+
+
+def over_step(algorithm: AlgorithmConfig) -> bool:
+    """Whether rewards are compared with those of all groups of a step."""
+    return "batch" in (algorithm.reward_norm.mean_level, algorithm.reward_norm.std_level) or algorithm.whiten_rewards
 
 
 def _check_reported(

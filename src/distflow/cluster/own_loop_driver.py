@@ -21,8 +21,7 @@ from distflow.planning.plan import dp_groups_of
 from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime.early_stop_and_signals import Stop
 from distflow.runtime.group_columns import rows_by_group
-from distflow.runtime.sample_queue.protocol import NewWorkers, TrainingStep
-from distflow.runtime.sample_queue.user_prompt_rows import OfGroup
+from distflow.runtime.sample_queue.protocol import NewWorkers, OfGroup, TrainingStep
 from distflow.runtime.spec import Get, Spec
 from distflow.runtime.worker_place_and_dp_groups import queue_dp_group, with_samples
 from distflow.scheduling.bin_packing import DpGroupShares, divide_among_ranks

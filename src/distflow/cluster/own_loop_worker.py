@@ -16,7 +16,7 @@ from distflow.data.batch import Batch, Column, RemoteColumn
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.data.prompts import PromptRow
 from distflow.launch.select_pipeline import for_own_loop
-from distflow.runtime.sample_queue.user_prompt_rows import OfGroup, Submissions
+from distflow.runtime.sample_queue.protocol import OfGroup, Submissions
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker import Worker
 

@@ -29,7 +29,7 @@ from distflow.observe.writing.timing import lasting
 from distflow.runtime.early_stop_and_signals import StopRequest
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.spec import LaunchOptions, Outcome, Spec
-from distflow.runtime.user_calls.sync_calls import Callbacks
+from distflow.runtime.user_calls import Callbacks
 from distflow.runtime.weight_sync.bucket_files import remove_weights
 from distflow.runtime.worker_place_and_dp_groups import Place
 

@@ -53,6 +53,8 @@ def find_run(run_dir: str | None) -> Path:
         raise UserError(f"there is no run below {RUNS.absolute()}: name the run's folder")
     if not found.is_dir():
         raise UserError(f"there is no folder {found}: name the run's folder")
+    if not any((found / name).exists() for name in ("events.jsonl", "run.json", "metrics.jsonl", LEDGER)):
+        raise UserError(f"{found} is not a run's folder: it has no file events.jsonl")
     return found
 
 

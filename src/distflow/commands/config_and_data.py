@@ -145,7 +145,7 @@ def _lengths(rows: "PromptSet") -> Iterator[str]:
     responses = sorted(len(row.response_ids) for row in rows if row.response_ids is not None)
     for what, lengths in (("prompt", prompts), ("response", responses)):
         if lengths:
-            parts = {"least": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "most": 1.0}
+            parts = {"minimum": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "maximum": 1.0}
             quantiles = (f"{name} {lengths[round(at * (len(lengths) - 1))]:,}" for name, at in parts.items())
             yield f"tokens of a {what}: {', '.join(quantiles)}"
 

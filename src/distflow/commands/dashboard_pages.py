@@ -277,7 +277,7 @@ def _sample(run: OpenRun, query: Query) -> dict[str, Any]:
         "step": found.step,
         "split": found.split,
         "facts": facts,
-        "group": samples.sample_groups([row], found.step, found.split, _MAX_TEXT)[0],
+        "group": samples.sample_groups([row], found.step, found.split, _MAX_TEXT)[0] | {"videos": []},
         "others": [{"uid": each.get("uid"), "score": to_number(each.get("score"))} for each in found.rows],
         "tokens": tokens,
     }

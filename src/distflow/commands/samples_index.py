@@ -182,7 +182,7 @@ class SamplesIndex:
         place = int(_number(first))
         if place >= len(found):
             raise UserError(f"the samples of step {step} are not there any more: a resume may have taken it back")
-        group = found[place]
+        group = found[place] | {"videos": []}  # a report alone makes them
         uids = [str(row.get("uid")) for row in rows if str(row.get("uid")).rpartition("-")[0] == group["name"]]
         if group["name"] and len(uids) == len(group["responses"]):
             for uid, response in zip(uids, group["responses"], strict=True):

@@ -226,7 +226,7 @@ def differences(a: "RunRecords", b: "RunRecords") -> dict[str, Any]:
         "same": same,
         "different": [name for name in _FINGERPRINTS if name not in same and any(name in each for each in facts)],
         "first_difference": _first_difference(a, b),
-        "metrics": _compared(a, b),
+        "metrics": compared_metrics(a, b),
         "findings": {"only_a": sorted(rules[0] - rules[1]), "only_b": sorted(rules[1] - rules[0])},
     }
 
@@ -295,7 +295,7 @@ def _first_tensor(a: Path, b: Path) -> str:
     return ""
 
 
-def _compared(a: "RunRecords", b: "RunRecords") -> list[dict[str, Any]]:
+def compared_metrics(a: "RunRecords", b: "RunRecords") -> list[dict[str, Any]]:
     """The metrics that both have, over their last common steps."""
     steps = sorted({*a.steps} & {*b.steps})
     return [

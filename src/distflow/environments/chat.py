@@ -1,5 +1,6 @@
 """The conversation of one agent with the policy: append-only token segments, in which each turn's prompt is the exact
-ids of everything before it. It forks if history is rewritten, or several conversations continue from one point."""
+ids of everything before it. It forks if history is rewritten, or several conversations continue from one point. An
+episode of several agents has a conversation for each, and the workflow awaits any of them."""
 
 import asyncio
 import math
@@ -10,11 +11,11 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard
 
 from distflow.data.episode_event_hook import note_event
 from distflow.data.sample import Owner, Segment
-from distflow.errors import UserError
+from distflow.errors import UserError, hint
 
 if TYPE_CHECKING:  # it imports torch, which the processes of tools and environments should not
     from distflow.environments.turn_encoding import TurnTokens
@@ -24,6 +25,7 @@ Content = str | Message | Sequence[Message] | Sequence[int]
 Generate = Callable[..., Awaitable[tuple[Segment, str]]]
 """(prompt ids, max_tokens, stop strings and tokens, number of tokens drawn before, images=paths) → the tokens that the
 policy drew, and why it stopped."""
+AGENTS_KEY = "actor_rollout_ref.rollout.agents"
 
 
 class ChatError(UserError):
@@ -284,3 +286,34 @@ def _messages(content: object, by: str = "ask") -> list[Message]:
             f"messages{', or token ids' if by == 'ask' else ''}"
         )
     return said
+
+
+class Agent(Protocol):
+    """An agent as declared in the config."""
+
+    @property
+    def system_prompt(self) -> str: ...
+    @property
+    def max_tokens(self) -> int | None: ...
+    @property
+    def stop(self) -> tuple[str, ...]: ...
+
+
+class Agents(dict[str, Chat]):
+    """The agents' chats by name, in the order of the config. Raises ChatError for an unknown name."""
+
+    def __missing__(self, name: object) -> NoReturn:
+        raise ChatError(f"agents[{name!r}]: {AGENTS_KEY} has no agent of that name{hint(str(name), self)}")
+
+
+def begin_agents(chat: Chat, agents: Mapping[str, Agent]) -> Agents:
+    """The chats of an episode's agents. chat: its first conversation, which becomes that of the first agent."""
+    chats = Agents()
+    for name, settings in agents.items():
+        own = replace(chat, name=name, segments=[], messages=[]) if chats else chat
+        own.agent, own.max_tokens, own.stop = name, settings.max_tokens, settings.stop
+        own.messages = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
+        note_event("forked", own.name, (), list(own.messages))
+        own.forked(own)
+        chats[name] = own
+    return chats

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
-from distflow.environments import gymnasium_adapter, openenv_adapter
+from distflow.environments import environment_adapters
 from distflow.environments.chat import Chat, Reply
 from distflow.environments.user_process import ProcessServer
 from distflow.environments.workflows import Row
@@ -21,8 +21,8 @@ class EnvironmentWorkflow:
     ) -> None:
         """env: module:Class, file.py:function, a gymnasium id, or the address of an OpenEnv server. timeout_s: of each
         `reset` and `step`. Raises UserError."""
-        is_openenv = env.startswith(("http://", "https://"))
-        target = f"{openenv_adapter.__name__}:OpenEnv" if is_openenv else f"{gymnasium_adapter.__name__}:TextEnv"
+        kind = "OpenEnv" if env.startswith(("http://", "https://")) else "TextEnv"
+        target = f"{environment_adapters.__name__}:{kind}"
         self._server = ProcessServer(target, {"env": env, "options": dict(env_kwargs or {})})
         weakref.finalize(self, self._server.close)
         self._max_turns, self._timeout_s = max_turns, timeout_s

@@ -106,7 +106,15 @@ class UserProcess:
 
     async def call(self, method: str, timeout_s: float | None, **arguments: Any) -> Any:
         """The result of the object's method. Raises CallFailed or ProcessEnded."""
+        self.send(method, arguments)
+        return await self.answer(method, arguments, timeout_s)
+
+    def send(self, method: str, arguments: Mapping[str, Any]) -> None:
+        """Begin a call. It is executed after those before, whose answers come first."""
         self._writer.write(json.dumps([method, arguments]).encode() + b"\n")
+
+    async def answer(self, method: str, arguments: Mapping[str, Any], timeout_s: float | None) -> Any:
+        """The result of the first call without one. Raises as `call`."""
         reading = asyncio.ensure_future(self._answer())  # notices an answer that arrives while our task has to wait
         try:
             await asyncio.wait((reading,), timeout=timeout_s)

@@ -1,4 +1,5 @@
-"""Defines workflows, and loads the one that a config names."""
+"""Defines workflows, and loads the one that a config names. Built in are those scored by the run's reward functions: a
+single turn, several turns with feedback, a solver and a checker; and one that gives each domain its own."""
 
 import functools
 import inspect
@@ -9,15 +10,14 @@ from typing import Any, Protocol, TypeVar
 
 from distflow.builtin_names import PROMPT_CHAT, WORKFLOWS
 from distflow.data.prompts import PromptRow
-from distflow.environments.agent_chats import KEY as AGENTS_KEY
-from distflow.environments.agent_chats import Agent, Agents, begin_agents
 from distflow.environments.areal_workflows import METHODS as AREALS_METHODS
 from distflow.environments.areal_workflows import ArealWorkflow
-from distflow.environments.chat import Chat, ChatError, Prompt
-from distflow.errors import UserError, hint
-from distflow.import_target import LoadError, load, split_name, users_code
+from distflow.environments.chat import AGENTS_KEY, Agent, Agents, Chat, ChatError, Prompt, begin_agents
+from distflow.errors import UserError, blaming, hint
+from distflow.import_target import load, split_name, users_code
 
 KEY = "actor_rollout_ref.rollout.workflow"
+RIGHT = 1.0 - 1e-6
 REWARD = "reward_fn"
 """The parameter of a workflow that calls the run's reward functions."""
 
@@ -121,10 +121,8 @@ def load_workflow(name: str, options: Mapping[str, object]) -> Workflow:
             f"{KEY}={name}: no built-in workflow has that name{hint(name, WORKFLOWS)}. Built-in workflows: "
             f"{', '.join(WORKFLOWS)}. To use your own, write module:function or file.py:function"
         )
-    try:
+    with blaming(KEY):
         found: Any = load(target)
-    except LoadError as error:
-        raise UserError(f"{KEY}: {error}") from error
     return make_workflow(split_name(target)[1], found, options)
 
 
@@ -210,3 +208,60 @@ def _check_options(name: str, function: Any, options: Mapping[str, object], skip
         )
     if missing := [p.name for p in own if p.default is p.empty and p.name not in options]:
         raise UserError(f"{KEY}_kwargs: '{name}' needs {', '.join(missing)}")
+
+
+@workflow
+async def single_turn(chat: Chat, row: Row, reward_fn: RewardFn) -> Rewarded:
+    """One prompt and one response, as without a workflow."""
+    return await reward_fn(await chat.ask(row.prompt))
+
+
+@workflow
+async def multi_turn(
+    chat: Chat,
+    row: Row,
+    reward_fn: RewardFn,
+    *,
+    max_turns: int = 3,
+    feedback: str = "That is not correct. Try again.",
+    turn_discount: float = 1.0,
+) -> Rewarded:
+    """Ask until the answer is right, at most `max_turns` times, with feedback after a wrong one.
+
+    turn_discount: a factor on the score for each turn after the first.
+    """
+    rewarded = await reward_fn(await chat.ask(row.prompt))
+    while rewarded.accuracy < RIGHT and chat.finish_reason == "stop":
+        if chat.turns >= max_turns:
+            chat.finish_reason = "max_turns"
+            break
+        reply = await chat.ask(feedback)
+        if not reply.token_ids:
+            break
+        rewarded = await reward_fn(reply)
+    return rewarded.discounted(turn_discount ** (sum(segment.owner == "policy" for segment in chat.segments) - 1))
+
+
+@workflow
+async def solver_checker(
+    agents: Agents,
+    row: Row,
+    reward_fn: RewardFn,
+    *,
+    question: str = "{prompt}\n{response}\nIs this response correct? Answer yes or no.",
+    yes: str = "yes",
+) -> Rewarded | dict[str, float]:
+    """The agent `solver` responds to the prompt, and `checker` says whether the response is correct. The solver's score
+    is that of the reward functions, and the checker's is 1 if it agrees with their accuracy, else 0.
+
+    yes: the checker's reply contains it, in any case, if it finds the response correct.
+    """
+    reply = await agents["solver"].ask(row.prompt)
+    rewarded = await reward_fn(reply)
+    if rewarded.score is None:
+        return rewarded
+    said = [str(message["content"]) for message in row.prompt.messages]
+    asked = question.format(prompt=said[-1] if said else row.prompt, response=reply.text)
+    is_found_right = yes.lower() in (await agents["checker"].ask(asked)).text.lower()
+    agrees = float(is_found_right == (rewarded.accuracy >= RIGHT))
+    return {"solver": rewarded.score, "checker": agrees, "acc": rewarded.accuracy}

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from distflow.config.keys.trainer_async_dag import FIRST_POLICY
-from distflow.errors import UserError
+from distflow.errors import UserError, blaming
 from distflow.import_target import load
-from distflow.launch.configured_models import Adapt, Source, blaming, load_adapted
+from distflow.launch.configured_models import Adapt, Source, load_adapted
 from distflow.models.loading import ModelSource, context_length, load_model, load_tokenizer, stop_token_ids
 from distflow.models.reward_model import check_config, longest_text
 from distflow.models.sharding import Sharding, empty_model

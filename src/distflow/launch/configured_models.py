@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from distflow.config import Config, RunLimits
 from distflow.config.compose.unknown_and_unused_keys import peek
 from distflow.config.derived_settings import reads_pairs
 from distflow.config.keys.reward import REWARD_MODEL, scoring_models
-from distflow.errors import UserError, hint
+from distflow.errors import UserError, blaming, hint
 from distflow.graph import BoundPipeline
 from distflow.graph.node_spec import ENGINES
 from distflow.hugging_face_hub import WEIGHT_PATTERNS, is_local_model
@@ -253,12 +252,3 @@ def _load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     with blaming(key):
         return load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
-
-
-@contextmanager
-def blaming(key: str) -> Iterator[None]:
-    """Adds the key to errors inside."""
-    try:
-        yield
-    except UserError as err:
-        raise UserError(f"{key}: {err}") from err

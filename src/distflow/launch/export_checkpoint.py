@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -20,8 +21,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from distflow.config import Config, Loaded, config_of_run
+from distflow.config import Config, Loaded, config_of_run, flatten
 from distflow.config.derived_settings import config_of_policy, trained_policies
+from distflow.config.keys.schema import with_values
 from distflow.config.keys.trainer_async_dag import FIRST_POLICY
 from distflow.errors import UserError
 from distflow.launch.configured_models import copy_weights, load_policy, tokenizer_loader
@@ -37,6 +39,10 @@ from distflow.training.engine import TrainState
 NOTE = "distflow.json"
 MODELS = "models"
 HUGGINGFACE = "huggingface"
+_MODELS = (
+    *("actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path"),
+    *("critic.model.path", "reward_model.model.path"),
+)
 
 Say = Callable[[str], None]
 
@@ -132,34 +138,23 @@ def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
     A resumed run uses the copy that it began from. `say` is called with a description. Raises UserError as
     `export_checkpoint` does.
     """
-    config, settings = loaded.config, loaded.config.actor_rollout_ref
-    model = replace(
-        settings.model,
-        path=_folder(settings.model.path, config, say),
-        tokenizer_path=_folder(settings.model.tokenizer_path, config, say),
-    )
-    critic = replace(config.critic.model, path=_folder(config.critic.model.path, config, say))
-    named, models = config.reward_model.model, config.reward_model.models
-    scores = replace(
-        config.reward_model,
-        model=replace(named, path=_folder(named.path, config, say)),
-        models={name: replace(each, path=_folder(each.path, config, say) or "") for name, each in models.items()},
-    )
-    policies = config.dag.policies
-    if model.path is not None and (of_run := Path(model.path) / FIRST_POLICY).is_dir():  # one of several
-        model, folders = replace(model, path=str(of_run)), {name: of_run.with_name(name) for name in policies}
+    config, policies = loaded.config, loaded.config.dag.policies
+    values: dict[str, Any] = flatten(config)
+    changes: dict[str, Any] = {key: _folder(values[key], config, say) for key in _MODELS}
+    models = config.reward_model.models.items()
+    changes["reward_model.models"] = {
+        name: replace(each, path=_folder(each.path, config, say) or "") for name, each in models
+    }
+    path = changes[_MODELS[0]]
+    if path is not None and (of_run := Path(path) / FIRST_POLICY).is_dir():  # one of several
+        changes[_MODELS[0]], folders = str(of_run), {name: of_run.with_name(name) for name in policies}
         own = {name: {"model.path": str(each), "model.init": "pretrained"} for name, each in folders.items()}
-        policies = {name: {**policies[name], **(own[name] if folders[name].is_dir() else {})} for name in policies}
-    if (model, critic, scores) == (settings.model, config.critic.model, config.reward_model):
+        changes["dag.policies"] = {
+            name: {**policies[name], **(own[name] if folders[name].is_dir() else {})} for name in policies
+        }
+    if all(values[key] == value for key, value in changes.items() if key != "dag.policies"):
         return loaded
-    config = replace(
-        config,
-        actor_rollout_ref=replace(settings, model=model),
-        critic=replace(config.critic, model=critic),
-        reward_model=scores,
-        dag=replace(config.dag, policies=policies),
-    )
-    return replace(loaded, config=config)
+    return replace(loaded, config=with_values(config, changes))
 
 
 def write_config_of(run: Path, file: Path) -> Path:

@@ -22,13 +22,13 @@ from distflow.config.derived_settings import (
     trained_policies,
 )
 from distflow.config.keys.reward import scoring_models
-from distflow.errors import UserError
+from distflow.errors import UserError, blaming
 from distflow.import_target import load
 from distflow.launch import build_engines, configured_models
 from distflow.launch.device_and_threads import choose_device, choose_dtype, threads_of
 from distflow.models.cpu_kernels import build as native
 from distflow.planning.memory import shares_storage
-from distflow.rewards.judge_text import judge_template
+from distflow.rewards.judge_prompt_and_cache import judge_template
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.router import Overlong, RewardRouter
 from distflow.rollout.servers.http_engine import HttpEngine
@@ -122,7 +122,7 @@ def _scoring_factories(config: Config, engines: Collection[str]) -> dict[str, Fa
     for name, model in ((name, models[name]) for name in models if name in engines):
         key, source = configured_models.scoring_source(config, name)
         if model.judge:
-            with configured_models.blaming(f"reward_model.models.{name}.template"):
+            with blaming(f"reward_model.models.{name}.template"):
                 template = judge_template(model.template)
             target, options = _engine_options(config)
             dtype, replies = compute_dtype(config), ReplyStore(model.store, "", model.max_calls, model.max_tokens)

@@ -18,7 +18,7 @@ from distflow.runtime.run_reporter import Recorder, reported
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import FinishedGroup
 from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
-from distflow.runtime.user_calls.sync_calls import Callbacks
+from distflow.runtime.user_calls import Callbacks
 from distflow.runtime.weight_sync.same_process_weights import LocalWeights
 from distflow.runtime.worker import Worker
 from distflow.runtime.worker_ports_and_inputs import Ports, WorkerInputs

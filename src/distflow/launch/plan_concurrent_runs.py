@@ -1,8 +1,7 @@
 """Plans several concurrent runs before any starts: each is checked, and the scheduler divides the devices among all."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -11,7 +10,7 @@ from distflow.builtin_names import SEVERAL_RUNS
 from distflow.config import Config, Loaded, flatten, load_config, with_changes
 from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
 from distflow.config.derived_settings import with_own_policies
-from distflow.errors import UserError
+from distflow.errors import UserError, blaming
 from distflow.import_target import load
 from distflow.launch.configured_models import model_sizes
 from distflow.launch.device_and_threads import follow_machines
@@ -75,11 +74,11 @@ def plan_runs(commands: Mapping[str, Sequence[str]], say: Callable[[str], None])
     runs, parts = dict[str, Loaded](), list[list[Part]]()
     commands = {own: words for name in commands for own, words in _by_policy(name, commands[name]).items()}
     for name, (preset, *overrides) in commands.items():
-        with naming(name):
+        with blaming(name):
             runs[name] = load_config(preset, overrides, needed=NEEDED_TO_TRAIN)
     check_side_by_side({name: loaded.config for name, loaded in runs.items()})
     for name in runs:
-        with naming(name):
+        with blaming(name):
             runs[name] = follow_pipeline(follow_machines(runs[name]))
             pipeline, config = bind(runs[name].config), runs[name].config
             most = 1 if config.trainer.launcher == "local" else None  # its processes all do the same
@@ -87,7 +86,7 @@ def plan_runs(commands: Mapping[str, Sequence[str]], say: Callable[[str], None])
     devices = share_devices(parts, runs[name].config)
     planned = []
     for name, own_parts, own in zip(runs, parts, devices, strict=True):
-        with naming(name):
+        with blaming(name):
             planned.append(_planned(name, commands[name], runs[name], own))
         machines = ", ".join(map(str, sorted({rank.node for rank in planned[-1].plan.ranks})))
         what = f"models of {sum(part.size for part in own_parts):,} parameters, in {planned[-1].run_dir}"
@@ -97,7 +96,7 @@ def plan_runs(commands: Mapping[str, Sequence[str]], say: Callable[[str], None])
 
 def _by_policy(name: str, words: Sequence[str]) -> dict[str, Sequence[str]]:
     """The command, or one for each of its policies."""
-    with naming(name):
+    with blaming(name):
         overrides = with_own_policies(load_config(words[0], words[1:]).config)
     return {f"{name}-{policy}": (*words, *own) for policy, own in overrides.items()} or {name: words}
 
@@ -114,15 +113,6 @@ def _planned(name: str, words: Sequence[str], loaded: Loaded, devices: tuple[tup
     trainer, change_word = loaded.config.trainer, f"{change[0]}={json.dumps(change[1])}"
     planned, needs = settings["plan"], settings["options"].worker
     return PlannedRun(name, trainer.run_dir, (*words, change_word), trainer.launcher, own, planned, needs)
-
-
-@contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Prefix errors with the run's name."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from error
 
 
 def check_side_by_side(configs: Mapping[str, Config]) -> None:

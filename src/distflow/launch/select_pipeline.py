@@ -15,7 +15,7 @@ from distflow.config import Config, Loaded, with_changes
 from distflow.config.compose.fit_defaults import Change, NamedKey, is_free
 from distflow.config.derived_settings import CUSTOM, WORKFLOW, pipeline_name, policies_of, policy_of
 from distflow.data.prompts import PROMPT_FIELDS
-from distflow.errors import UserError, hint
+from distflow.errors import UserError, blaming, hint
 from distflow.graph import (
     BoundNode,
     BoundPipeline,
@@ -30,7 +30,6 @@ from distflow.graph import (
 from distflow.graph.fields import MissingColumn
 from distflow.graph.graph_node import Node
 from distflow.import_target import (
-    LoadError,
     innermost,
     is_ours,
     load_function,
@@ -45,7 +44,7 @@ from distflow.pipelines.nodes.rollout_correction import weigh_after_drift
 from distflow.pipelines.nodes.rollout_reward_filter import drop_unless, load_responses
 from distflow.pipelines.nodes.updates import train_unscored_actor, update
 from distflow.runtime.group_columns import Group
-from distflow.runtime.sample_queue.user_prompt_rows import Submissions, WithSubmitted
+from distflow.runtime.sample_queue.protocol import Submissions, WithSubmitted
 from distflow.runtime.spec import Spec
 
 _WRITERS = {
@@ -151,10 +150,8 @@ def takes_policy_loss(node: BoundNode) -> bool:
 
 
 def _custom(path: str, config: Config) -> TaskGraph:
-    try:
+    with blaming("dag.pipeline"):
         make_graph = load_function(path)
-    except LoadError as err:
-        raise UserError(f"dag.pipeline: {err}") from err
     if len(required := required_parameters(make_graph)) > 1:
         raise UserError(f"dag.pipeline={path} takes ({', '.join(required)}): it may take the config, or no parameter")
     with users_code(f"dag.pipeline={path} raised", passes=PipelineError):
@@ -214,7 +211,5 @@ def for_own_loop(spec: Spec, submissions: Submissions) -> Spec:
 
 def import_user_modules(config: Config) -> None:
     """Import the modules of `trainer.imports`, which register estimators, losses, columns."""
-    try:
+    with blaming("trainer.imports"):
         load_modules(config.trainer.imports)
-    except LoadError as err:
-        raise UserError(f"trainer.imports: {err}") from err

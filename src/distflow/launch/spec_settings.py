@@ -123,6 +123,7 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
         save_groups=trainer.save_groups,
         save_groups_last=trainer.save_groups_last,
         logger=trainer.logger,
+        webhook=trainer.webhook,
         resume=trainer.resume_mode,
         run_dir=trainer.run_dir,
         project=trainer.project_name,

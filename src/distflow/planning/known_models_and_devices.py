@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from distflow.errors import UserError, hint
+from distflow.errors import UserError, blaming, hint
 from distflow.hugging_face_hub import is_local_model
 
 GB = 10**9
@@ -159,10 +159,8 @@ def _read(file: Path) -> ModelShape:
             raise ValueError("it is not an object")
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as a model's config: {error}") from error
-    try:
+    with blaming(str(file)):
         return ModelShape.of(content)
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ NUM_ROWS = 20
 PROBE = "(probe)"
 ASK_MODELS = ("judge", "model", "verifiers")
 _CHANCE = 0.1  # share of the rows
+_LARGE = 2**18  # characters of a row's extra info, from which one response of each kind is tried
 
 _VALUES = ("0", "1", "True", "False", "None", "[]", "{}", "A")
 _NO_NUMBERS = ("nan", "inf", "-inf")
@@ -122,9 +123,13 @@ async def find_cheap(pool: Pool, rows: Sequence[Row], bounds: Bounds = Bounds())
         least, texts = await score(row, "")
         end, num_tried = min(end, time.monotonic() + bounds.all_s), num_tried + 1
         best = max([(await score(row, text))[0] for text in _right(row, texts)], default=-math.inf)
+        is_large, tried = len(repr(row.extra_info)) > _LARGE, set[str]()
         for kind, text in cheap_responses(row, texts):
             if time.monotonic() > end:
                 break
+            if is_large and kind in tried:  # each call sends the whole row
+                continue
+            tried.add(kind)
             value, _ = await score(row, text)
             if is_right(value) or value >= best > least:
                 like = f", the row's answer {best:g}" if best > -math.inf else ""

@@ -28,10 +28,9 @@ from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.group_columns import Group, rows_by_group
 from distflow.runtime.resources import Resources
+from distflow.runtime.reward_adapters import adapt
 from distflow.runtime.run_errors_and_limits import BadOutput, NodeError, node_error, output_error
-from distflow.runtime.user_calls.async_calls import deadline_paused, run_async
-from distflow.runtime.user_calls.reward_adapters import adapt
-from distflow.runtime.user_calls.sync_calls import DeadlinePassed, PlainCalls
+from distflow.runtime.user_calls import DeadlinePassed, PlainCalls, deadline_paused, run_async
 from distflow.scheduling.row_order_and_step_sizes import minibatches
 from distflow.training.engine import LossFn, TrainEngine
 

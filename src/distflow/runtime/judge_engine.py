@@ -18,8 +18,13 @@ from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.models.cpu_kernels.weight_layout import forget_packed
 from distflow.models.weight_fingerprint_and_soundness import identity
-from distflow.rewards.judge_cache import JudgeCache
-from distflow.rewards.judge_text import RESPONSE_CHARACTERS, fill_template, read_score, score_at_end
+from distflow.rewards.judge_prompt_and_cache import (
+    RESPONSE_CHARACTERS,
+    JudgeCache,
+    fill_template,
+    read_score,
+    score_at_end,
+)
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, SamplingParams, Stream
 from distflow.training.engine import Collective, OneRank
 from distflow.training.torch_engine import FrozenWeights, TorchScorer

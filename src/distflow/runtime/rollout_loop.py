@@ -26,8 +26,7 @@ from distflow.runtime.resources import Resources
 from distflow.runtime.run_errors_and_limits import Failure, NodeError
 from distflow.runtime.sample_queue.protocol import AbortedGroups, DroppedGroup, SampleQueuePort
 from distflow.runtime.spec import Spec
-from distflow.runtime.user_calls.async_calls import deadline_paused
-from distflow.runtime.user_calls.sync_calls import PlainCalls
+from distflow.runtime.user_calls import PlainCalls, deadline_paused
 from distflow.scheduling.group_states import GroupState, PromptGroup, Version
 
 group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)

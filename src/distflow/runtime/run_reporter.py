@@ -28,11 +28,11 @@ from distflow.observe.sample_files import DROPPED
 from distflow.observe.writing.run_folder import RunFolder, Span
 from distflow.observe.writing.terminal_view import TerminalView
 from distflow.observe.writing.timing import COLLECTIVE, DATA, PhaseTimer, Wait, Waits
-from distflow.observe.writing.trackers import TrackedRun, open_trackers
+from distflow.observe.writing.trackers import TrackedFinding, TrackedRun, open_trackers
 from distflow.rollout.engine import take_activity
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import DECODED, DECODED_S, sample_rows, scores
-from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
+from distflow.runtime.user_calls import Callbacks, Caller
 
 TOKENS = "tokens"
 
@@ -196,6 +196,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             TrackedRun(spec.run_dir, options.project, options.experiment, config, partial(self.note, "info")),
             local={"console": self.view},
             on_failure=self.note,
+            webhook=options.webhook if self._process.leads else None,
         )
         self.memory = MemoryPeaks()
         self.phases = PhaseTimer(
@@ -289,8 +290,9 @@ class Recorder(AbstractContextManager["Recorder"]):
     def training_step(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
         """A finished step, counted from 1. metrics: of all ranks. batch: this rank's share."""
         self._step = step
-        if self._process.share is not None:
-            self.folder.samples(step, sample_rows(batch))
+        rows = sample_rows(batch) if self._process.share is not None else []
+        if rows:
+            self.folder.samples(step, rows)
         if not self._process.leads:
             self.folder.flush()
             return
@@ -298,10 +300,12 @@ class Recorder(AbstractContextManager["Recorder"]):
             metrics = {**metrics, "samples/lost": float(lost)}
         self.folder.metrics(step, "train", metrics)
         self._trackers.log(step, metrics)
+        self._trackers.samples(step, rows)
         for found in self._rules.step(step, metrics):
             if step < self._total_steps:  # the report's judgement, which follows, covers the whole run
                 text = f"after step {step}: {found.text} {found.advice}".rstrip()
                 self.note("finding", f"{text} [{found.rule}]", rule=found.rule)
+                self._trackers.finding(TrackedFinding(found.rule, step, f"{found.text} {found.advice}".rstrip()))
         if len(batch):
             is_scored = "token_level_scores" in batch and bool(batch["valid"][0])
             self.view.sample(batch["prompts"][0], batch["responses"][0], float(scores(batch)[0]) if is_scored else None)

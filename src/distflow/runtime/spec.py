@@ -18,7 +18,7 @@ from distflow.graph import BoundPipeline
 from distflow.observe.writing.trackers import check_trackers
 from distflow.planning.plan import Plan, RankPlan
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.user_calls.sync_calls import Callbacks
+from distflow.runtime.user_calls import Callbacks
 from distflow.scheduling.coordinator import DataPlan
 
 
@@ -105,6 +105,7 @@ class RunOptions:
     save_groups: str
     save_groups_last: int
     logger: tuple[str, ...]
+    webhook: str | None
     resume: str
     run_dir: Path
     project: str
@@ -203,8 +204,9 @@ class Spec:
         return self.options.run_dir
 
     def check_can_train(self) -> None:
-        """Raises UserError if the rollout engine cannot load weights, or a tracker is not installed."""
-        check_trackers(self.options.logger)
+        """Raises UserError if the rollout engine cannot load weights, a tracker is not installed, or the webhook is no
+        address."""
+        check_trackers(self.options.logger, self.options.webhook)
         name = self.config.actor_rollout_ref.rollout.name
         if self.plan.generates and not ROLLOUT_ENGINES[name].takes_weights:
             can_train = [name for name, entry in ROLLOUT_ENGINES.items() if entry.takes_weights]

@@ -186,6 +186,19 @@ def test_a_worker_that_dies_or_hangs_is_replaced(how: str, says: str) -> None:
     playing(pool(f"{FILE}Fails", timeout_s=1.0, workers=2, how=how), play)
 
 
+def test_the_answer_to_a_cancelled_call_is_not_taken_for_that_to_the_next() -> None:
+    async def play(made: SimulatorPool) -> None:
+        cancelled, other = await made.begin(10, {}), await made.begin(20, {})
+        call = asyncio.ensure_future(cancelled.step([[1.0]] * 2))
+        await asyncio.sleep(0)
+        call.cancel()
+        await cancelled.close()
+        assert (await other.step([[1.0]]))["rewards"] == [0.5] and other.seen.state.tolist() == [21.0]
+        assert call.cancelled() and made.num_replaced == 0
+
+    playing(pool(f"{FILE}Line"), play)
+
+
 def test_a_simulator_that_fails_in_the_check_is_refused() -> None:
     with pytest.raises(UserError, match="cannot be used: TypeError"):
         pool(f"{FILE}Line", ends_at=3, nonsense=1)

@@ -1,15 +1,27 @@
 """Trackers get every value, and whatever they do the run goes on and hears of it once."""
 
+import json
 import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from distflow.observe.writing.trackers import TrackedRun, TrackerError, Trackers, open_trackers
+from distflow.observe.writing import trackers as tracking
+from distflow.observe.writing.trackers import (
+    TakesTexts,
+    TrackedFinding,
+    TrackedRun,
+    TrackerError,
+    Trackers,
+    check_trackers,
+    open_trackers,
+)
 
 
 class Recorder:
@@ -90,6 +102,118 @@ def test_one_that_does_not_finish_is_left_behind() -> None:
     assert len(events) == 1 and "did not finish in time" in events[0][1]
 
 
+def test_remote_ones_get_an_overview_a_table_of_samples_and_findings() -> None:
+    class Everything(Recorder, TakesTexts):
+        tables: list[tuple[int, list[Mapping[str, str]]]] = []
+        found: list[TrackedFinding] = []
+
+        def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
+            self.tables.append((step, list(rows)))
+
+        def finding(self, found: TrackedFinding) -> None:
+            self.found.append(found)
+
+    far = Everything()
+    trackers = Trackers([], {"far": lambda: far})
+    rows = [{"uid": f"{i}-0", "score": i / 40, "response": "r" * 5000, "more": 1} for i in range(41)]
+    trackers.log(3, {"reward/mean_score": 0.5, "other": 1.0})
+    trackers.samples(3, [*rows, {"uid": "failed", "score": None, "prompt": "\ud800"}])
+    trackers.samples(4, [])
+    trackers.finding(TrackedFinding("no-signal", 3, "text"))
+    trackers.close()
+    assert far.got == [(3, {"overview/reward": 0.5, "reward/mean_score": 0.5, "other": 1.0})]
+    ((step, table),) = far.tables
+    assert step == 3 and [row["score"] for row in table] == [
+        "1.0",
+        "0.875",
+        "0.725",
+        "0.575",
+        "0.425",
+        "0.275",
+        "0.125",
+        "",
+    ]
+    assert table[-1]["prompt"] == "\\ud800" and len(table[0]["response"]) < 2010 and "more" not in table[0]
+    assert far.found == [TrackedFinding("no-signal", 3, "text")]
+
+
+class Listener(BaseHTTPRequestHandler):
+    """Answers the first `refused` posts with an error."""
+
+    got: list[dict[str, object]] = []
+    refused = 0
+
+    def do_POST(self) -> None:
+        content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(503 if len(self.got) < self.refused else 204)
+        self.got.append(content)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def listening(refused: int) -> Iterator[tuple[str, list[dict[str, object]]]]:
+    handler = type("Own", (Listener,), {"got": [], "refused": refused})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/secret", handler.got  # type: ignore[attr-defined]
+        server.shutdown()
+
+
+def post(address: str, folder: Path, rules: list[str]) -> list[str]:
+    events: list[str] = []
+    run = TrackedRun(folder, "p", "e", {"key": "of the config"})
+    fail = lambda kind, message: events.append(message)  # noqa: E731
+    trackers = open_trackers([], run, local={}, on_failure=fail, webhook=address)
+    trackers.log(1, {"x": 1.0})
+    for rule in rules:
+        trackers.finding(TrackedFinding(rule, 7, "It \ud800 collapsed."))
+    trackers.close()
+    return events
+
+
+def test_a_webhook_gets_findings_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "_RETRY_AFTER_S", (0.0, 0.0))
+    with listening(refused=2) as (address, got):
+        monkeypatch.setenv("HOOK", address)
+        assert post("HOOK", tmp_path, ["entropy-collapse", "no-signal"]) == []
+    assert len(got) == 4 and got[3] == {
+        "text": "p/e, step 7: It \ud800 collapsed. [no-signal]", "run": "p/e", "rule": "no-signal", "step": 7,
+        "message": "It \ud800 collapsed.",
+    }  # fmt: skip
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_webhook_that_fails_is_one_warning_without_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "_RETRY_AFTER_S", (0.0, 0.0))
+    with listening(refused=99) as (address, got):
+        (said,) = post(address, tmp_path, ["a", "b"])
+    assert "tracker webhook failed" in said and "127.0.0.1: it answered 503" in said and "secret" not in said
+    assert len(got) == 3
+    (said,) = post(address, tmp_path, ["a"])
+    assert "refused" in said and "secret" not in said
+
+
+@pytest.mark.parametrize(
+    ("webhook", "said"),
+    [
+        ("http://example.org/x", "goes to example.org without encryption"),
+        ("https://me:pw@example.org", "without a password"),
+        ("ftp://127.0.0.1/x", "neither an https address"),
+        ("NOT_SET_ANYWHERE", "nor the name of an environment variable"),
+        ("", "neither an https address"),
+    ],
+)
+def test_what_is_no_webhook_is_refused(webhook: str, said: str) -> None:
+    with pytest.raises(TrackerError, match=said):
+        check_trackers([], webhook)
+    check_trackers([], "https://example.org/x")
+
+
 def open_some(names: list[str], folder: Path, events: list) -> Trackers:
     run = TrackedRun(folder, "p", "e", {"trainer": {"seed": 1}, "bad": math.nan})
     fail = lambda kind, message: events.append(message)  # noqa: E731
@@ -104,11 +228,17 @@ def test_tensorboard_files_are_read_by_tensorboard(tmp_path: Path) -> None:
     trackers = open_some(["tensorboard"], tmp_path, events)
     for step in (1, 2, 3):
         trackers.log(step, {"reward/mean_score": step / 2, "actor/grad_norm": math.nan if step == 2 else 1.0})
+    trackers.samples(1, [{"uid": "0-0", "response": "<b>a|b\n"}])
+    trackers.finding(TrackedFinding("no-signal", 3, "text"))
     trackers.close()
     assert events == []
     found = EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
-    assert sorted(found.Tags()["scalars"]) == ["actor/grad_norm", "reward/mean_score"]
+    overview = ["overview/grad norm", "overview/reward"]
+    assert sorted(found.Tags()["scalars"]) == ["actor/grad_norm", *overview, "reward/mean_score"]
+    assert set(found.Tags()["tensors"]) == {"samples", "findings"}
+    table = found.Tensors("samples")[0].tensor_proto.string_val[0].decode()
+    assert table.startswith("| uid |") and "&lt;b&gt;a&#124;b<br>" in table and len(table.splitlines()) == 3
     assert [(e.step, e.value) for e in found.Scalars("reward/mean_score")] == [(1, 0.5), (2, 1.0), (3, 1.5)]
     assert math.isnan(found.Scalars("actor/grad_norm")[1].value)
 
@@ -122,6 +252,8 @@ def test_wandb_offline_writes_a_run_and_a_resume_goes_on_in_it(tmp_path: Path, m
         trackers = open_some(["wandb"], tmp_path, events)
         for step in (first, first + 1):
             trackers.log(step, {"reward/mean_score": 0.5, "actor/grad_norm": math.nan})
+            trackers.samples(step, [{"uid": "0-0", "response": "r", "score": 1.0}])
+        trackers.finding(TrackedFinding("no-signal", first, "text"))
         trackers.close()
     assert events == []
     files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
@@ -144,6 +276,8 @@ def track_two_starts(name: str, folder: Path) -> None:
         for step in (first, first + 1):
             values = {"reward/mean_score": step / 2, "actor/grad_norm": math.nan if step == 2 else 1.0}
             trackers.log(step, {**values, "val_correct/all/pass@4": 0.5})
+            trackers.samples(step, [{"uid": "0-0", "response": "r", "score": 1.0}])
+        trackers.finding(TrackedFinding("no-signal", first, "text"))
         trackers.close()
     assert events == []
 

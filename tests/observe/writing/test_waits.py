@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow.observe.writing.timing import Wait, Waits
+from distflow.observe.writing.timing import Wait, Waits, group_waits, running_group
 
 
 def test_a_wait_is_known_while_it_lasts_and_told_when_it_ends() -> None:
@@ -42,3 +42,20 @@ def test_a_wait_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     with waits("training", "step 3", on="rollout"):
         monkeypatch.setattr("time.time", lambda: 12.4)
         assert [str(wait) for wait in waits.now()] == ["training has waited 7 s for step 3 (on: rollout)"]
+
+
+def test_a_wait_of_a_prompt_group_has_its_id_and_none_is_recorded_without_a_group() -> None:
+    ended = list[Wait]()
+    waits = Waits(lambda wait, end: ended.append(wait))
+    with group_waits("responses", on="rollout engine"):
+        pass
+    token = running_group.set((waits, 7))
+    try:
+        with group_waits("responses", on="rollout engine"), group_waits("", on=""), waits("reward", "scores", on="it"):
+            pass
+    finally:
+        running_group.reset(token)
+    assert [(wait.who, wait.what, wait.group_id) for wait in ended] == [
+        ("reward", "scores", 7),
+        ("rollout", "responses", 7),
+    ]

@@ -12,7 +12,7 @@ import pytest
 
 from distflow.models.cached_decoder import DecoderView
 from distflow.rollout.embedded import EmbeddedEngine, host_steps
-from distflow.rollout.embedded.cuda.device_steps import DeviceOptions
+from distflow.rollout.embedded.device_steps import DeviceOptions
 from distflow.rollout.embedded.kv_cache import PrefixCache
 from distflow.rollout.engine import GenerateRequest, Generation
 from distflow.scheduling.group_states import Version

@@ -24,10 +24,9 @@ from distflow.cluster.process_groups import TorchCollective
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
-from distflow.runtime.checkpoint.files import shard_name
+from distflow.runtime.checkpoint.files import own_shards, shard_name
 from distflow.runtime.checkpoint.save_and_restore import part_of_rank, restore, saved_parts, set_generators
 from distflow.runtime.checkpoint.saver import Saver
-from distflow.runtime.checkpoint.shards import own_shards
 from distflow.runtime.resources import build_resources
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.runtime.spec import Spec

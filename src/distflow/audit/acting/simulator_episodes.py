@@ -3,6 +3,7 @@ it."""
 
 import base64
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ def check_simulator(recorded: RecordedStep, sample: Sample, turns: Sequence[Any]
     who = f"the simulator of sample {sample['uid']}"
     events = recorded.records[int(sample["group_index"])].events[index_of(sample)]
     called = {method: [event[2:] for event in events if event[:2] == ("called", method)] for method in ("begin", "act")}
-    ((_, first),) = called["begin"]
+    ((begun, first),) = called["begin"]
+    _check_start(who, recorded, sample, begun)
     results = [result for _, result in called["act"]]
     options: dict[str, Any] = dict(recorded.config.actor_rollout_ref.rollout.workflow_kwargs)
-    dim = len(bounds_of(options["actions"]))
+    dim, first_token = len(bounds_of(options["actions"])), _first_token(recorded, options["actions"])
     for number, turn in enumerate(turns):
         if number < len(results):
-            _check_actions(who, options, turn.drawn, called["act"][number], dim)
+            _check_actions(who, options, turn.drawn, called["act"][number], first_token)
         mask = sample["response_mask"][turn.place.start : turn.place.start + len(turn.drawn)] > 0
         steps = len(results[number]["rewards"]) if number < len(results) else 0
         is_cut = sample["finish_reason"] == "no_action" and turn is turns[-1]
@@ -36,18 +38,55 @@ def check_simulator(recorded: RecordedStep, sample: Sample, turns: Sequence[Any]
             )
     for number, seen in enumerate([first, *(result["observation"] for result in results)][: len(turns)]):
         _check_images(who, seen["images"], sample["images"][number] if sample["images"] else ())
+        _check_prompt(who, recorded, turns[number], str(seen["instruction"]), options)
+    if frames := sample["reward_extra"].get("frames"):
+        last = results[-1]["observation"] if results else first
+        _check_images(who, dict([*last["images"].items()][:1]), frames[-1:])
+    returned = [float(event[2]["score"]) for event in events if event[0] == "returned"]
     _check_facts(who, sample, results)
+    _check_score(who, sample, results, returned, options.get("score") == "return")
 
 
-def _check_actions(who: str, options: Mapping[str, Any], drawn: Sequence[int], call: tuple[Any, ...], dim: int) -> None:
-    """The numbers of the actions, by the distance of their tokens from the first one."""
+def _first_token(recorded: RecordedStep, options: Mapping[str, Any]) -> int:
+    """The token of the lowest bin."""
+    tokenizer, first = recorded.run.resources.tokenizer, options.get("first_token")
+    if isinstance(first, str):
+        return int(tokenizer.get_vocab()[first])
+    return len(tokenizer) - int(options.get("bins", 256)) if first is None else int(first)
+
+
+def _check_start(who: str, recorded: RecordedStep, sample: Sample, begun: Mapping[str, Any]) -> None:
+    """The simulator begins with what the row says, and with the same seed as in the other episodes of the group."""
+    record = recorded.records[int(sample["group_index"])]
+    row = recorded.run.row(record.prompt_group.row)
+    seeds = {call[2]["seed"] for events in record.events.values() for call in events if call[:2] == ("called", "begin")}
+    seeds |= {own} if isinstance(own := (row.extra_info or {}).get("seed"), int) else set()
+    if len(seeds) > 1 or begun["options"].get("ground_truth") != row.ground_truth:
+        raise Wrong(f"{who} began with the seeds {sorted(seeds)} in the group, and with {begun['options']!r:.200}")
+
+
+def _check_prompt(who: str, recorded: RecordedStep, turn: Any, instruction: str, options: Mapping[str, Any]) -> None:
+    tokenizer: Any = recorded.run.resources.tokenizer
+    own = tokenizer(instruction, add_special_tokens=False)["input_ids"]
+    shown, wanted = (
+        tokenizer.decode(list(ids), skip_special_tokens=True) for ids in (turn.place.request.prompt_ids, own)
+    )
+    is_wanted = "{instruction}" in str(options.get("prompt", "{instruction}"))
+    if is_wanted and "".join(wanted.split()) not in "".join(shown.split()):
+        raise Wrong(f"{who} gives the instruction {instruction!r:.80}, but the policy was shown {shown!r:.200}")
+
+
+def _check_actions(
+    who: str, options: Mapping[str, Any], drawn: Sequence[int], call: tuple[Any, ...], first_token: int
+) -> None:
+    """Each number of an action is the middle of the bin that its token stands for."""
     given, result = call
     bounds, bins = bounds_of(options["actions"]), int(options["actions"].get("bins", 256))
     for step, action in enumerate(given["actions"]):
         places = [(number - a) / (b - a) * bins - 0.5 for number, (a, b) in zip(action, bounds, strict=True)]
-        tokens = drawn[step * dim : (step + 1) * dim]
-        between = [token - tokens[0] - (place - places[0]) for token, place in zip(tokens, places, strict=True)]
-        if max(map(abs, between), default=0.0) > 1e-3 or any(abs(place - round(place)) > 1e-3 for place in places):
+        tokens = drawn[step * len(bounds) : (step + 1) * len(bounds)]
+        between = [token - first_token - place for token, place in zip(tokens, places, strict=True)]
+        if max(map(abs, between), default=0.0) > 1e-3:
             raise Wrong(f"{who} executed {action}, but the policy drew {list(tokens)}")
     ends = [a or b for a, b in zip(result["terminated"], result["truncated"], strict=True)]
     if any(ends[:-1]) or not 1 <= len(ends) <= len(given["actions"]):
@@ -84,3 +123,13 @@ def _check_facts(who: str, sample: Sample, results: Sequence[Mapping[str, Any]])
     is_late = bool(results) and results[-1]["truncated"][-1] and not results[-1]["terminated"][-1]
     if is_late != bool(sample["truncated"]):
         raise Wrong(f"{who} says truncated={is_late}, but the episode counts as truncated={bool(sample['truncated'])}")
+
+
+def _check_score(
+    who: str, sample: Sample, results: Sequence[Mapping[str, Any]], returned: Sequence[float], is_return: bool
+) -> None:
+    paid, told = math.fsum(reward for result in results for reward in result["rewards"]), sample["reward_parts"]
+    wanted = paid if is_return else told["success"]
+    found = [(told.get("return", math.nan), paid), *((score, wanted) for score in returned)]
+    if not all(abs(one - other) <= 1e-6 * max(1.0, abs(other)) for one, other in found):
+        raise Wrong(f"{who} returned rewards of {paid:g} in all, but the episode counts {found[0][0]:g}: {returned}")

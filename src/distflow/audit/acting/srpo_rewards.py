@@ -2,16 +2,22 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
 
 from distflow.audit.recorded_step import RecordedStep, Sample, Wrong
+from distflow.untrusted_files import load_image
 
-_LIMIT = 1e-5
+_LIMIT, _CELLS, _MOST = 1e-5, 8, 4
 
 
 def check_srpo(recorded: RecordedStep) -> None:
     """The rewards of the step's episodes, in float64, by loops over pairs. Raises Wrong."""
-    samples = [sample for sample in recorded.samples if sample["valid"]]
+    samples = sorted((each for each in recorded.samples if each["valid"]), key=lambda each: str(each["uid"]))
     srpo = recorded.config.srpo
+    for sample in recorded.some_samples(_MOST) if srpo.embedder == "pixels" else ():
+        _check_embedding(sample)
     for task in {_task(sample) for sample in samples}:
         own = [sample for sample in samples if _task(sample) == task]
         won = [each["embeddings"] for each in own if bool(each["success"])]
@@ -20,13 +26,36 @@ def check_srpo(recorded: RecordedStep) -> None:
         gaps = [min((math.dist(each["embeddings"], centre) for centre in centres), default=0.0) for each in lost]
         span = max(gaps, default=0.0) - min(gaps, default=0.0)
         wanted = {str(each["uid"]): 1.0 for each in own if bool(each["success"])}
+        distances = dict.fromkeys((str(each["uid"]) for each in own), -1.0)
         for each, gap in zip(lost, gaps, strict=True):
             place = 0.5 if span < 1e-6 else (gap - min(gaps)) / span
             wanted[str(each["uid"])] = srpo.max / (1 + math.exp(-srpo.steepness * (0.5 - place))) if won else 0.0
+            distances[str(each["uid"])] = place if won else -1.0
         for each in own:
             reward, total = srpo.reward_coef * wanted[str(each["uid"])], math.fsum(each["token_level_rewards"].tolist())
             if not abs(reward - total) <= _LIMIT * max(1.0, abs(reward)):
                 raise Wrong(f"SRPO gives sample {each['uid']} the reward {reward:.6g}, but it has {total:.6g}")
+            told, place = float(each["reward_parts"]["srpo_distance"]), distances[str(each["uid"])]
+            if abs(told - place) > _LIMIT:
+                raise Wrong(f"sample {each['uid']} reports the srpo_distance {told:.6g}, but it is {place:.6g}")
+
+
+def _check_embedding(sample: Sample) -> None:
+    """The built-in embedding is the episode's last frame in at most 8 x 8 cells."""
+    frames = sample["reward_extra"].get("frames")
+    if not sample["valid"] or not frames:
+        return
+    last = np.asarray(load_image(frames[-1]), np.float64) / 255
+    rows, columns = map(_edges, last.shape[:2])
+    cells = [last[a:b, c:d] for a, b in pairwise(rows) for c, d in pairwise(columns)]
+    wanted = [float(cell[..., channel].sum()) / cell[..., channel].size for cell in cells for channel in range(3)]
+    if len(wanted) != len(sample["embeddings"]) or math.dist(wanted, sample["embeddings"]) > _LIMIT * len(wanted):
+        raise Wrong(f"the embedding of sample {sample['uid']} is not that of its last frame {frames[-1]}")
+
+
+def _edges(size: int) -> list[int]:
+    number = min(size, _CELLS)
+    return [place * (size // number) + min(place, size % number) for place in range(number + 1)]
 
 
 def _task(sample: Sample) -> tuple[str, str]:

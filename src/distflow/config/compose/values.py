@@ -129,6 +129,11 @@ def parse_differing(
     return found
 
 
+def plain_differing(found: Differing, keys: Mapping[str, KeyInfo]) -> Differing:
+    """The inverse of `parse_differing`."""
+    return {name: {key: keys[key].spec.plain(value) for key, value in own.items()} for name, own in found.items()}
+
+
 def nested(values: Mapping[str, object]) -> dict[str, Any]:
     """Values by their dotted names as nested plain data."""
     found: dict[str, Any] = {}

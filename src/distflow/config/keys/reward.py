@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from distflow.builtin_names import REWARDS
-from distflow.config.compose.values import Differing, Mismatch, convert, parse_differing, show
+from distflow.config.compose.values import Differing, Mismatch, convert, parse_differing, plain_differing, show
 from distflow.config.keys.actor_rollout_ref_and_critic import RefFsdpConfig
 from distflow.config.keys.declare import collect, group, key, plain_settings
 
@@ -105,14 +105,6 @@ def parse_domains(value: object) -> Differing:
     return parse_differing(value, {name: keys[name] for name in JUDGED_BY_DOMAIN}, form)
 
 
-def plain_domains(domains: Differing) -> Differing:
-    """The inverse of `parse_domains`."""
-    keys = collect(RewardConfig())
-    return {
-        domain: {name: keys[name].spec.plain(value) for name, value in own.items()} for domain, own in domains.items()
-    }
-
-
 @dataclass(frozen=True)
 class OverlongConfig:
     """Linear penalty on responses that end close to the length limit (DAPO)."""
@@ -170,7 +162,7 @@ class RewardConfig:
         {},
         f"domain → {', '.join(JUDGED_BY_DOMAIN)} that differ in it; such a domain has its own worker processes",
         parse=parse_domains,
-        plain=plain_domains,
+        plain=lambda domains: plain_differing(domains, collect(RewardConfig())),
     )
     overlong: OverlongConfig = group(OverlongConfig)
     limit_penalty: LimitPenaltyConfig = group(LimitPenaltyConfig)

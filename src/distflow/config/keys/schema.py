@@ -119,7 +119,7 @@ def _check_group_class(name: str, config_class: type) -> None:
 
 _RESUMABLE = {
     "trainer": (
-        *("total_epochs", "total_training_steps", "stop_when", "save_hf_model", "logger", "resume_mode"),
+        *("total_epochs", "total_training_steps", "stop_when", "save_hf_model", "logger", "webhook", "resume_mode"),
         *(f"{what}_freq{unit}" for what in ("save", "test") for unit in ("", "_epochs", "_secs")),
         *("project_name", "experiment_name", "default_local_dir"),
         *("launcher", "nnodes", "n_gpus_per_node", "allocation", "devices", "plan_from"),

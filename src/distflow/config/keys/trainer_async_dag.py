@@ -8,7 +8,7 @@ from operator import ge, gt, le, lt
 from pathlib import Path
 
 from distflow.builtin_names import LAUNCHERS, PIPELINES, TRACKERS, not_there_yet
-from distflow.config.compose.values import Differing, Mismatch, did_you_mean, parse_differing, show
+from distflow.config.compose.values import Differing, Mismatch, did_you_mean, parse_differing, plain_differing, show
 from distflow.config.keys.actor_rollout_ref_and_critic import ActorRolloutRefConfig
 from distflow.config.keys.declare import collect, group, key
 
@@ -141,6 +141,9 @@ class TrainerConfig:
     logger: tuple[str, ...] = key(
         ("console",), "trackers: one or a list (metrics.jsonl is always written)", choices=tuple(TRACKERS)
     )
+    webhook: str | None = key(
+        None, "https address to which findings are posted, or the environment variable that holds it; null: none"
+    )
     seed: int = key(1, "seed of new weights and of sampling", minimum=0)
     device: str = key(
         "auto", "device of each worker: cpu, cuda, another accelerator of torch, or auto: one if all can have it"
@@ -250,12 +253,6 @@ def parse_policies(value: object) -> Differing:
     return found
 
 
-def plain_policies(policies: Differing) -> Differing:
-    """The inverse of `parse_policies`."""
-    keys = collect(ActorRolloutRefConfig())
-    return {name: {key: keys[key].spec.plain(value) for key, value in own.items()} for name, own in policies.items()}
-
-
 @dataclass(frozen=True)
 class DagConfig:
     """The pipeline to run, and its placement on devices."""
@@ -270,7 +267,7 @@ class DagConfig:
         {},
         "name → keys of actor_rollout_ref that differ: additional policies, of paths of the graph or of rollout.agents",
         parse=parse_policies,
-        plain=plain_policies,
+        plain=lambda policies: plain_differing(policies, collect(ActorRolloutRefConfig())),
     )
     policy: str | None = key(None, "the policy that this run trains; null: a run for each, if there are dag.policies")
     enable_perf: bool = key(False, "measure the time of each node")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from distflow.environments.gymnasium_adapter import find_registered
+from distflow.environments.environment_adapters import find_registered
 from distflow.import_target import load
 
 BUILTIN = {"gridreach": "distflow.environments.simulators.gridreach:GridReach"}

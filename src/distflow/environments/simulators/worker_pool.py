@@ -68,14 +68,23 @@ class SimulatorPool:
         return self._workers[number]
 
     async def call(self, worker: _Worker, method: str, **arguments: Any) -> Any:
-        """The result of the host's method. Raises CallFailed, ProcessEnded, WorkerLost."""
+        """The result of the host's method. Raises CallFailed, ProcessEnded, WorkerLost. A call that is cancelled is
+        executed all the same."""
+        if worker.process is None and not worker.is_gone:
+            async with worker.lock:
+                worker.process = worker.process or await self._server.fork("simulator")
+        if not worker.is_gone and worker.process is not None:
+            worker.process.send(method, arguments)  # it need not wait for it after the calls before
+        answer = asyncio.ensure_future(self._answer(worker, method, arguments))
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(answer)
+
+    async def _answer(self, worker: _Worker, method: str, arguments: Mapping[str, Any]) -> Any:
         async with worker.lock:
-            if worker.is_gone:
+            if worker.is_gone or worker.process is None:
                 raise WorkerLost("its worker was replaced, because the simulator of another episode died or hung")
-            if worker.process is None:
-                worker.process = await self._server.fork("simulator")
             try:
-                return await worker.process.call(method, self._timeout_s, **arguments)
+                return await worker.process.answer(method, arguments, self._timeout_s)
             except (ProcessEnded, asyncio.CancelledError):  # the answer to a cancelled call would be taken for the next
                 worker.is_gone, worker.num_episodes = True, 0
                 worker.process.close()

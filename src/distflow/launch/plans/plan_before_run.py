@@ -16,7 +16,7 @@ from distflow.config.derived_settings import CUSTOM, pipeline_name, train_files
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import with_values
 from distflow.data.sources import BUILTIN_FOLDER, read_file
-from distflow.errors import UserError
+from distflow.errors import UserError, blaming
 from distflow.graph import BoundPipeline
 from distflow.hugging_face_hub import is_local_model
 from distflow.import_target import placeholders
@@ -268,11 +268,9 @@ def shapes_of(config: Config, pipeline: BoundPipeline) -> dict[str, ModelShape]:
         key, path = paths[role]
         if path is None:
             raise UserError(f"{key} is not set: a plan needs a model, e.g. {key}=qwen2.5-7b")
-        try:
+        with blaming(key):
             named = path.startswith((BUILTIN_PREFIX, PACKAGE_PREFIX)) or Path(path).expanduser().is_dir()
             found[role] = find_shape(path, Path(resolve_path(path)) if named or is_local_model(path) else None)
-        except UserError as error:
-            raise UserError(f"{key}: {error}") from error
     return found
 
 

@@ -13,6 +13,7 @@ from distflow.observe.crash_safe_files import JSON, to_number
 from distflow.observe.report import invoice
 from distflow.observe.report.graph_and_timelines import RunActivity
 from distflow.observe.report.samples import evenly
+from distflow.observe.report.step_rules import MANY_STEPS
 from distflow.observe.report.summary_sentences import REWARD, Finding, Steps, known_values
 from distflow.observe.run_reader import (
     RIGHT,
@@ -31,6 +32,8 @@ UNPLANNED = ("eval", "save", "save_wait", "start")
 """Phases that a plan leaves out."""
 MUCH, _LAST_STEPS = 0.2, 20
 """The share of the last steps above which idleness is reported."""
+_SHORT_S = 0.5
+"""Steps that are shorter are mostly overhead."""
 _ADVICE = {
     invoice.REWARD: "Give the reward functions more processes (reward.num_workers), or a shorter reward.timeout_s.",
     invoice.GENERATE: "Generation is the slower side: give it more devices, or fewer and shorter responses.",
@@ -42,7 +45,7 @@ _ADVICE = {
     invoice.NODES: "The rollout's own nodes take this time: look at custom nodes and workflows.",
     invoice.OF_TRAINER: "Training is the slower side: give it more devices, or lower async.max_staleness.",
 }
-MAX_SHOWN, MAX_UIDS, _MAX_FILES = 300, 5, 10
+MAX_SHOWN, MAX_UIDS, _MAX_FILES, _MAX_NAMED = 300, 5, 10, 5
 _SOME_ERRORS, _MANY_ERRORS = 0.02, 0.1
 _FEW_DROPPED = 20
 
@@ -329,13 +332,12 @@ def starving(run: RunRecords, is_trainer: bool) -> Finding | None:
     found = [charge for charge in run.charges if charge.step in last]
     idle, total = invoice.shares(found)["idle"], sum(charge.seconds for charge in found)
     own = {cause: s / total for cause, s in idle.items() if cause.startswith(invoice.OF_TRAINER) != is_trainer}
-    if sum(own.values()) <= MUCH:
+    is_short = total < _SHORT_S * len(last) * len({charge.device for charge in found})
+    if sum(own.values()) <= MUCH or len(last) < MANY_STEPS or is_short:
         return None
     named = [f"{cause.removeprefix(invoice.OF_TRAINER)} {share:.0%}" for cause, share in own.items() if share >= 0.01]
-    advice = next(
-        (text for start, text in _ADVICE.items() if next(iter(own)).startswith(start)), _ADVICE[invoice.OF_TRAINER]
-    )
-    text = f"Devices waited for {joined(named)} of the time of the last {len(last)} steps."
+    advice = next((text for start, text in _ADVICE.items() if next(iter(own)).startswith(start)), "")
+    text = f"Devices waited for {joined(named[:_MAX_NAMED])} of the time of the last {len(last)} steps."
     return Finding("flat", text, advice, numbers=own, files=("spans/",))
 
 

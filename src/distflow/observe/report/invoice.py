@@ -8,7 +8,7 @@ for its reward, and so on. Nothing is counted twice: if a device trains and deco
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
@@ -38,6 +38,8 @@ _STUCK_S = 1.0
 """A cycle of waits that is shorter is one thread that has not woken up yet."""
 _TAIL = 0.1
 _MAX_BARS, _MAX_CAUSES, _MAX_CAUSE = 200, 40, 60
+_MAX_CUTS = 256
+"""In one wait of a device: with more changes among all groups only every n-th is looked at."""
 _ACTOR = re.compile(r"(.*?)(?:-(\d{1,6}))?")
 _STEP = re.compile(r"(?:release of )?step (\d{1,15})")
 
@@ -146,6 +148,8 @@ class _Actors:
             for part in self.devices
         }
         self.groups = _Groups(ran)
+        self.own_groups = {part: _Groups(each for each in ran if each[0] == part) for part in rollout}
+        self.known = dict[tuple[object, ...], str]()
         steps = {group.group_id: group.step for group in journal.groups if group.step is not None}
         by_step: dict[int, list[tuple[int, Span]]] = {}
         for part, span in ran:
@@ -213,10 +217,18 @@ class _Walk:
         self._seen.add(part)
         if piece.span.on == "rollout":
             found = _STEP.fullmatch(piece.span.what)
-            return self._of_step_wait(int(found[1]) if found else None)
+            step = int(found[1]) if found else None
+            return self._known(("step", step), lambda: self._of_step_wait(step))
         if piece.span.on == RANKS:
-            return self._of_ranks(part)
-        return "checkpoint" if piece.span.on == "its writer" else piece.span.on or UNKNOWN
+            return self._known(("ranks",), lambda: self._of_ranks(part))
+        return "checkpoint" if piece.span.on == "its writer" else piece.span.on or piece.span.what or UNKNOWN
+
+    def _known(self, what: tuple[object, ...], find: Callable[[], str]) -> str:
+        """Many devices wait for the same between two changes."""
+        key = (bisect_right(self._actors.cuts, self._t), *what)
+        if key not in self._actors.known:
+            self._actors.known[key] = find()
+        return self._actors.known[key]
 
     def _of_ranks(self, part: int) -> str:
         """Of the rank that the others wait for longest. If all wait for each other, they exchange data."""
@@ -239,7 +251,7 @@ class _Walk:
 
     def _of_loop(self, part: int) -> str:
         """Of a rollout loop: of the group of its own that ends last, or of what it waits for."""
-        own = [each for each in self._actors.groups.running(self._t) if each[0] == part]
+        own = self._actors.own_groups[part].running(self._t) if part in self._actors.own_groups else []
         if own:
             return self._of_group(*max(own, key=lambda each: each[1].end))
         piece = self._actors.loops[part].at(self._t) if part in self._actors.loops else None
@@ -359,7 +371,7 @@ def _states(actors: _Actors, device: int, first: float, last: float) -> Iterator
             yield _Stretch(begin, end, kind, cause)
             continue
         inner = actors.cuts[bisect_right(actors.cuts, begin) : bisect_left(actors.cuts, end)]
-        for start, until in pairwise([begin, *inner, end]):
+        for start, until in pairwise([begin, *inner[:: len(inner) // _MAX_CUTS + 1], end]):
             yield _Stretch(start, until, *_Walk(actors, (start + until) / 2).device(device))
 
 
@@ -417,7 +429,7 @@ def _windows(
     found = []
     for restart, own in sorted(ran.items()):
         noted = [event for event in events if event.restart == restart]
-        begin = min([span.start for span in own] + [event.t for event in noted if event.kind == "start"])
+        begin = min([span.start for span in own] + [event.t for event in noted if event.kind == "start" and event.t])
         kept = [record.t for record in records if record.restart == restart]
         is_clean = any(event.fields.get("status") in ("finished", "stopped") for event in noted)
         is_lost = any(span.step is not None and not timeline.survives(restart, span.step - 1) for span in own)

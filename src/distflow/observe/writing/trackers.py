@@ -2,6 +2,7 @@
 run."""
 
 import contextlib
+import html
 import importlib.util
 import json
 import os
@@ -12,19 +13,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
+from urllib.parse import urlsplit
 
 from distflow.builtin_names import TRACKERS
 from distflow.errors import UserError, hint
 from distflow.import_target import load
-from distflow.observe.crash_safe_files import to_json
+from distflow.observe.crash_safe_files import encode, to_json
+from distflow.observe.metrics import headlines
 
 # Called once for each failing tracker, with the kind of the event ("warning") and a message.
 OnFailure = Callable[[str, str], None]
 
 _QUEUE_LENGTH = 256
 _CLOSE_TIMEOUT_S = 30.0
+_MAX_ROWS, _MAX_CHARACTERS = 8, 2000
+_POST_TIMEOUT_S, _RETRY_AFTER_S = 10.0, (1.0, 5.0)
 _WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun")
+_JSON = {"Content-Type": "application/json"}
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
 class TrackerError(UserError):
@@ -49,6 +56,14 @@ class TrackedRun:
         return str(json.loads(file.read_bytes())["id"])
 
 
+class TrackedFinding(NamedTuple):
+    """A finding of the doctor at a step of the run."""
+
+    rule: str
+    step: int
+    text: str
+
+
 class Tracker(Protocol):
     """Receives copies of the metrics. Trackers in the table are created from a `TrackedRun`."""
 
@@ -57,6 +72,22 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Finish sending."""
+
+
+class TakesTexts:
+    """A tracker that takes texts as well."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Tracker`."""
+
+    def close(self) -> None:
+        """See `Tracker`."""
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
+        """Take a table of a few samples of a step: in each row the same columns, as texts."""
+
+    def finding(self, found: TrackedFinding) -> None:
+        """Take a finding."""
 
 
 class Trackers:
@@ -78,12 +109,34 @@ class Trackers:
         self._close_timeout_s = close_timeout_s
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass a copy of the metrics to every tracker; never waits for a remote one."""
+        """Pass a copy of the metrics to every tracker, to remote ones also the most important as `overview/...`; never
+        waits for a remote one."""
         copy = {name: float(value) for name, value in values.items()}
         for tracker in self._local:
             tracker.log(step, copy)
+        overview = {f"overview/{line.label}": value for line, value in headlines(copy).items()}
+        self._send(lambda tracker: tracker.log(step, {**overview, **copy}))
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Pass some of a step's samples to remote trackers: the best, the worst and those between."""
+        if self._remote and rows:
+            table = _table(rows)
+            self._send_text(lambda tracker: tracker.samples(step, table))
+
+    def finding(self, found: TrackedFinding) -> None:
+        """Pass a finding to remote trackers."""
+        self._send_text(lambda tracker: tracker.finding(found))
+
+    def _send_text(self, call: Callable[[TakesTexts], None]) -> None:
+        def send(tracker: Tracker) -> None:
+            if isinstance(tracker, TakesTexts):
+                call(tracker)
+
+        self._send(send)
+
+    def _send(self, call: Callable[[Tracker], None]) -> None:
         for thread in self._remote:
-            thread.put((step, copy))
+            thread.put(call)
 
     def close(self) -> None:
         """Close all; those not done within `close_timeout_s` are abandoned and reported."""
@@ -95,20 +148,20 @@ class Trackers:
 
 
 class _TrackerThread:
-    """Consumes queued metrics · waits for the queue · unblocked by the run or its end · produces tracker calls."""
+    """Consumes queued calls · waits for the queue · unblocked by the run or its end · makes them."""
 
     def __init__(self, name: str, build: Callable[[], Tracker], on_failure: OnFailure):
         self._name, self._build, self._on_failure = name, build, on_failure
-        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_QUEUE_LENGTH)
+        self._queue: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(_QUEUE_LENGTH)
         self._has_failed = self._has_reported = False
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, item: tuple[int, dict[str, float]]) -> None:
+    def put(self, call: Callable[[Tracker], None]) -> None:
         if self._has_failed:
             return
         try:
-            self._queue.put_nowait(item)
+            self._queue.put_nowait(call)
         except queue.Full:
             self._tell("is too slow: it gets only some of the steps; metrics.jsonl has all of them")
 
@@ -122,8 +175,8 @@ class _TrackerThread:
     def _run(self) -> None:
         try:
             tracker = self._build()
-            while (item := self._queue.get()) is not None:
-                tracker.log(*item)
+            while (call := self._queue.get()) is not None:
+                call(tracker)
             tracker.close()
         except BaseException as error:  # a library's error in its own thread must not end the run
             self._has_failed = True
@@ -135,8 +188,42 @@ class _TrackerThread:
             self._on_failure("warning", f"tracker {self._name} {what}")
 
 
-def check_trackers(names: Sequence[str]) -> None:
-    """Raises TrackerError for an unknown name in `trainer.logger`, and for one whose package is not installed."""
+_COLUMNS = ("uid", "domain", "prompt", "response", "ground_truth", "score", "response_length", "finish_reason")
+
+
+def _table(rows: Sequence[Mapping[str, object]]) -> list[dict[str, str]]:
+    """Rows with evenly spaced scores, the best first; long texts are cut in the middle."""
+    known = sorted(rows, key=lambda row: -score if isinstance(score := row.get("score"), float) else 0.0)
+    number = min(len(known), _MAX_ROWS)
+    chosen = [known[i * (len(known) - 1) // max(number - 1, 1)] for i in range(number)]
+    return [{name: _cut("" if row.get(name) is None else str(row[name])) for name in _COLUMNS} for row in chosen]
+
+
+def _cut(text: str) -> str:
+    text = text.encode("utf-8", "backslashreplace").decode()
+    half = _MAX_CHARACTERS // 2
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:half]} … {text[-half:]}"
+
+
+def _address(webhook: str) -> str:
+    """The address in `trainer.webhook`, or in the environment variable that it names, so that no file of the run has
+    it. Raises TrackerError."""
+    parts = urlsplit(webhook if "//" in webhook else os.environ.get(webhook, ""))
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
+        raise TrackerError(
+            "trainer.webhook is neither an https address without a password nor the name of an environment variable "
+            "that holds one"
+        )
+    if parts.scheme == "http" and parts.hostname not in _THIS_MACHINE:
+        raise TrackerError(f"trainer.webhook goes to {parts.hostname} without encryption: write https://")
+    return parts.geturl()
+
+
+def check_trackers(names: Sequence[str], webhook: str | None = None) -> None:
+    """Raises TrackerError for an unknown name in `trainer.logger`, for one whose package is not installed, and for a
+    webhook that is no address."""
+    if webhook is not None:
+        _address(webhook)
     for name in names:
         if name not in TRACKERS:
             raise TrackerError(
@@ -152,16 +239,24 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_trackers(
-    names: Sequence[str], run: TrackedRun, *, local: Mapping[str, Tracker], on_failure: OnFailure
+    names: Sequence[str],
+    run: TrackedRun,
+    *,
+    local: Mapping[str, Any],
+    on_failure: OnFailure,
+    webhook: str | None = None,
 ) -> Trackers:
-    """The trackers of `trainer.logger`: those of `local`, which the run already has, and others from the table.
+    """The trackers of `trainer.logger`: those of `local`, which the run already has, others from the table, and the
+    webhook.
 
     Raises TrackerError as `check_trackers` does.
     """
-    check_trackers(names)
+    check_trackers(names, webhook)
     chosen_names = list(dict.fromkeys(names))
     targets = {name: TRACKERS[name].target for name in chosen_names if name not in local and TRACKERS[name].target}
-    remote = {name: partial(_build, target, run) for name, target in targets.items()}
+    remote: dict[str, Callable[[], Tracker]] = {name: partial(_build, target, run) for name, target in targets.items()}
+    if webhook is not None:
+        remote["webhook"] = partial(Webhook, _address(webhook), run)
     return Trackers([local[name] for name in chosen_names if name in local], remote, on_failure)
 
 
@@ -170,7 +265,17 @@ def _build(target: str, run: TrackedRun) -> Tracker:
     return cast(Callable[[TrackedRun], Tracker], load(target))(replace(run, config=as_json))
 
 
-class TensorBoardTracker:
+def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
+    """A table in Markdown, in which no text is markup."""
+    cells = [[html.escape(text, quote=False).translate(_PLAIN) for text in row.values()] for row in rows]
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *cells] if rows else []
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+_PLAIN = {ord(sign): f"&#{ord(sign)};" for sign in "|\\`*_[]~"} | {ord("\n"): "<br>", ord("\r"): ""}
+
+
+class TensorBoardTracker(TakesTexts):
     """One scalar per metric name; `tensorboard --logdir RUN/tensorboard` shows them. Only the package `tensorboard`
     writes event files: neither TensorFlow nor torch is loaded."""
 
@@ -183,11 +288,28 @@ class TensorBoardTracker:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add one event with all scalars, and flush it so that a running TensorBoard sees it."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._add(step, [Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
+        """Add them as a table among the texts."""
+        self._text(step, "samples", markdown_table(rows))
+
+    def finding(self, found: TrackedFinding) -> None:
+        """Add it to the texts."""
+        self._text(found.step, "findings", html.escape(f"{found.rule}: {found.text}"))
+
+    def _text(self, step: int, tag: str, text: str) -> None:
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        self._add(step, text_pb(tag, text).value)
+
+    def _add(self, step: int, values: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         self._writer.flush()
 
     def close(self) -> None:
@@ -195,7 +317,7 @@ class TensorBoardTracker:
         self._writer.close()
 
 
-class _TrackerRun:
+class _TrackerRun(TakesTexts):
     """The base of trackers whose run takes the metrics of a step, and is finished."""
 
     _run: Any
@@ -240,6 +362,17 @@ class WandbTracker(_TrackerRun):
         """Log all metrics against `step`, which may repeat (training, validation) or go back (a resume)."""
         self._run.log({**values, "step": step})
 
+    def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
+        """Log them as a table."""
+        import wandb
+
+        table = wandb.Table(columns=list(_COLUMNS), data=[[row[name] for name in _COLUMNS] for row in rows])
+        self._run.log({"samples": table, "step": step})
+
+    def finding(self, found: TrackedFinding) -> None:
+        """Raise an alert, which Weights & Biases mails if its user wants that."""
+        self._run.alert(title=found.rule, text=found.text)
+
 
 class TrackioTracker(_TrackerRun):
     """One run of Trackio for each run folder, which a resumed run continues. It is on this machine (`trackio show`),
@@ -259,7 +392,7 @@ class TrackioTracker(_TrackerRun):
         )
 
 
-class MlflowTracker:
+class MlflowTracker(TakesTexts):
     """One run of MLflow for each run folder, which a resumed run continues. Without MLFLOW_TRACKING_URI it is in the
     folder: `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db`."""
 
@@ -289,6 +422,14 @@ class MlflowTracker:
         for first in range(0, len(metrics), 1000):
             self._client.log_batch(self._id, metrics[first : first + 1000])
 
+    def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
+        """Add them to the artifacts, as a table."""
+        self._client.log_text(self._id, markdown_table(rows), f"samples/{step:06d}.md")
+
+    def finding(self, found: TrackedFinding) -> None:
+        """Tag the run with its rule and text."""
+        self._client.set_tag(self._id, f"finding.{found.rule}", f"step {found.step}: {found.text}"[:5000])
+
     def close(self) -> None:
         """End the run."""
         self._client.set_terminated(self._id)
@@ -313,3 +454,32 @@ class SwanlabTracker(_TrackerRun):
             settings=settings,
             **known,
         )
+
+
+class Webhook(TakesTexts):
+    """Posts each finding as a JSON object to an address; chats show its `text`. An answer that is no success is tried
+    again twice, then it fails, as trackers do; no redirect is followed."""
+
+    def __init__(self, address: str, run: TrackedRun):
+        self._address, self._run = address, run
+
+    def finding(self, found: TrackedFinding) -> None:
+        """Post it."""
+        import httpx
+
+        name = f"{self._run.project}/{self._run.experiment}"
+        text = f"{name}, step {found.step}: {found.text} [{found.rule}]"
+        content = encode({"text": text, "run": name, "rule": found.rule, "step": found.step, "message": found.text})
+        for wait in (*_RETRY_AFTER_S, None):
+            try:
+                with httpx.stream(
+                    "POST", self._address, content=content, headers=_JSON, timeout=_POST_TIMEOUT_S
+                ) as answer:  # its body is not read
+                    if answer.is_success:
+                        return
+                    why = f"it answered {answer.status_code}"
+            except httpx.HTTPError as error:
+                why = str(error) or type(error).__name__
+            if wait is not None:
+                time.sleep(wait)
+        raise ConnectionError(f"{urlsplit(self._address).hostname}: {why}")  # without the rest, which may be secret

@@ -13,7 +13,7 @@ from distflow.environments.chat import Chat, ChatError
 from distflow.pipelines.nodes.rollout_reward_filter import policy_segment
 from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from distflow.runtime.group_columns import Group
-from distflow.runtime.user_calls.async_calls import deadline_paused
+from distflow.runtime.user_calls import deadline_paused
 
 _SHARES_WITHIN_S = 0.01
 """How long a group's first request waits for those of its other episodes, with which it shares the prefill."""

@@ -29,8 +29,7 @@ from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rollout.engine import RolloutEngine, SamplingParams
 from distflow.runtime.compiled_node import NodeContext
 from distflow.runtime.group_columns import Group
-from distflow.runtime.user_calls.async_calls import deadline_paused
-from distflow.runtime.user_calls.sync_calls import DeadlinePassed
+from distflow.runtime.user_calls import DeadlinePassed, deadline_paused
 
 _SINGLE_TURN, _LONGEST_TURN_S = "single_turn", 1e6
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from distflow.errors import UserError
 from distflow.models.cached_decoder import DecoderView
 from distflow.models.cpu_kernels.weight_layout import forget_packed, prepack
-from distflow.rollout.embedded.cuda.async_lane import CudaRequestLane
-from distflow.rollout.embedded.cuda.device_steps import AsyncSteps, DeviceOptions
+from distflow.rollout.embedded.async_lane import CudaRequestLane
+from distflow.rollout.embedded.device_steps import AsyncSteps, DeviceOptions
 from distflow.rollout.embedded.engine_thread import StepLoop, settle
 from distflow.rollout.embedded.host_steps import RequestLane, TiledLane, tile_size
 from distflow.rollout.embedded.kv_cache import PromptCache
@@ -66,8 +66,8 @@ class EmbeddedEngine:
     on its own thread; None leaves the number unchanged. batch_invariant: see `host_steps.py`. max_prefill_tokens: see
     `Scheduler`. prompt_cache_tokens: prefilled prompt tokens that a lane keeps while there is work. enforce_eager: no
     CUDA graphs, and no native code. compute_dtype: see `DecoderView`. on_device: run decode steps asynchronously on the
-    device (`cuda/`); None: unless it is a CPU or the engine is `batch_invariant`. Raises UserError for a model that
-    `DecoderView` cannot run.
+    device (`device_steps.py`); None: unless it is a CPU or the engine is `batch_invariant`. Raises UserError for a
+    model that `DecoderView` cannot run.
     """
 
     model: nn.Module

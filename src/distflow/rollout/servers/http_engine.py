@@ -7,7 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -176,11 +176,10 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             timeout=httpx.Timeout(CALL_S, connect=_CONNECT_S),
             trust_env=False,
         )
-        try:
+        async with AsyncExitStack() as if_it_fails:  # Python does not call `__aexit__` then
+            if_it_fails.push_async_exit(self.__aexit__)
             await self._start()
-        except BaseException:
-            await self.__aexit__()
-            raise
+            if_it_fails.pop_all()
         self._watching = asyncio.create_task(self._watch())
         return self
 

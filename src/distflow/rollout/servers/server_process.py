@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -62,12 +62,11 @@ class PrivateFolder:
         bytes fit, else on disk. Incomplete weights leave nothing behind."""
         fits = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * num_bytes
         folder = self._make(f"{self.path.name}-", _SHARED_MEMORY if fits else self.path)
-        try:
+        with ExitStack() as if_it_fails:
+            if_it_fails.callback(self.drop, folder)
             for number, tensors in enumerate(_files(weights)):
                 save_file(tensors, folder / f"{number:05}.safetensors")
-        except BaseException:
-            self.drop(folder)
-            raise
+            if_it_fails.pop_all()
         return folder
 
     def drop(self, folder: Path) -> None:

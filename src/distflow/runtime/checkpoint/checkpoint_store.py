@@ -30,6 +30,7 @@ from distflow.runtime.checkpoint.files import (
     REMOVED,
     CheckpointError,
     DamagedError,
+    Layout,
     Manifest,
     by_age,
     checkpoints_in,
@@ -49,7 +50,6 @@ from distflow.runtime.checkpoint.files import (
     write_manifest,
     write_part,
 )
-from distflow.runtime.checkpoint.shards import Layout
 from distflow.untrusted_files import read_file
 
 _MAX_NAME = 256

@@ -16,9 +16,8 @@ from distflow.models.weight_fingerprint_and_soundness import magnitudes, unsound
 from distflow.planning.plan import dp_groups_of
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint
-from distflow.runtime.checkpoint.files import CheckpointError, shard_name
+from distflow.runtime.checkpoint.files import CheckpointError, is_sharded, own_shards, shard_name
 from distflow.runtime.checkpoint.find_checkpoint import as_list, ways_to_start
-from distflow.runtime.checkpoint.shards import is_sharded, own_shards
 from distflow.runtime.compiled_node import NodeState
 from distflow.runtime.group_columns import finished_group, rows_by_group
 from distflow.runtime.resources import Resources

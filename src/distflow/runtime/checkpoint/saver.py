@@ -20,8 +20,7 @@ from torch import Tensor
 
 from distflow.observe.writing.timing import RANKS, Waits
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore, GivenUp, Writing
-from distflow.runtime.checkpoint.files import CheckpointError, is_all_tensors
-from distflow.runtime.checkpoint.shards import Shards
+from distflow.runtime.checkpoint.files import CheckpointError, Shards, is_all_tensors
 from distflow.training.engine import Collective
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from distflow.observe.writing.timing import RANKS, Waits
 from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime.run_errors_and_limits import Failure, FailuresInARow, NoProgress
 from distflow.runtime.sample_queue import protocol
-from distflow.runtime.sample_queue.user_prompt_rows import OfGroup, Submissions
+from distflow.runtime.sample_queue.protocol import OfGroup, Submissions
 from distflow.scheduling.bin_packing import DpGroupShares, divide_among_ranks
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import PromptGroup

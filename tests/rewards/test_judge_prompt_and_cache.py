@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import UserError
-from distflow.rewards.judge_text import fill_template, judge_template, score_at_end
+from distflow.rewards.judge_prompt_and_cache import fill_template, judge_template, score_at_end
 
 GOOD = '{"reason": "it is {right}", "score": 0.5}'
 

@@ -10,7 +10,7 @@ from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, node
 from distflow.runtime.group_columns import Group
 from distflow.runtime.run_errors_and_limits import UserNodeError
-from distflow.runtime.user_calls.sync_calls import PlainCalls
+from distflow.runtime.user_calls import PlainCalls
 from tests.runtime.groups import context, group, group_with_responses, step
 
 

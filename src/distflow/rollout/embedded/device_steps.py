@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from distflow.device_transfer import free_bytes, send
 from distflow.errors import UserError
 from distflow.models.cached_decoder import DecoderView, PromptKV
-from distflow.rollout.embedded.cuda.paged_kv_cache import (
+from distflow.rollout.embedded.kv_cache import PrefixCache
+from distflow.rollout.embedded.paged_kv_cache import (
     DecodeState,
     Laws,
     Lease,
@@ -24,7 +25,6 @@ from distflow.rollout.embedded.cuda.paged_kv_cache import (
     PagePool,
     pages_for,
 )
-from distflow.rollout.embedded.kv_cache import PrefixCache
 from distflow.rollout.embedded.sampler import rows_by_law
 from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence
 
