@@ -16,7 +16,7 @@ MOVES, CHUNK = ["<back>", "<stay>", "<forth>"], 4
 START, TINY = "runs/acting/start", Path(distflow.__file__).parent / "models/builtin/tiny-arithmetic"
 
 
-def demonstrations(number=24576, seed=0):
+def demonstrations(number=4096, seed=0):
     """Rows with the image of a state, an instruction, and the first actions of a shortest way as the response."""
     draws, grid = Random(seed), GridReach()
     for _ in range(number):
