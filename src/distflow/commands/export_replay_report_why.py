@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distflow.commands.arguments_and_run_folders import LEDGER, add_run_argument, add_trust_argument, find_run
-from distflow.errors import count_of
+from distflow.errors import UserError, count_of
 from distflow.observe.crash_safe_files import to_number
 from distflow.observe.sanitized_output import escape_control
 
@@ -54,7 +54,6 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_report(arguments: argparse.Namespace) -> int:
-    from distflow.errors import UserError
     from distflow.observe.report.build import write_report
 
     run_dir = Path(arguments.run_dir)
@@ -116,7 +115,11 @@ def step_content(run_dir: Path, step: int) -> StepContent:
     lineage = step_lineage(run_dir / LEDGER, step)
     rows, damage = samples_and_damage(run_dir, step, max_bytes=_MAX_SAMPLE_BYTES)
     responses = _by_group(rows)
-    found, price = read_charges(run_dir, step), price_of(read_config(run_dir))
+    price = price_of(read_config(run_dir))
+    try:
+        found = read_charges(run_dir, step)
+    except UserError as error:
+        found, damage = [], [*damage, f"where its time went is unknown: {error}"]
     head = _head(lineage, run_dir) + [escape_control(line, one_line=True) for line in invoice_lines(found, price)]
     if lineage.consumed_at is not None and not responses:
         name = f"{SAMPLES}/{sample_file_name(step, 'train')}"
