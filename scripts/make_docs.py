@@ -17,8 +17,8 @@ from pathlib import Path
 from distflow import builtin_names
 from distflow.commands.run_sql import VIEWS
 from distflow.config.compose.load_config import differing, load_config
-from distflow.config.compose.origins import PRESETS, preset_names
 from distflow.config.compose.values import type_name
+from distflow.config.compose.yaml_settings import PRESETS, preset_names
 from distflow.config.keys.data import DomainConfig
 from distflow.config.keys.declare import KeyInfo, collect
 from distflow.config.keys.schema import RESUMABLE, schema_keys, show_value

@@ -32,7 +32,7 @@ LAYERS = (
     {"graph", "config", "observe"},
     {"import_target"},
     {"untrusted_files"},
-    {"builtin_names", "device_transfer", "hugging_face_hub"},
+    {"builtin_names", "device_transfer", "hub_id_or_local_path"},
     {"errors"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
@@ -157,7 +157,7 @@ def test_debts_only_shrink() -> None:
 
 
 def test_no_run_of_text_imports_what_acts() -> None:
-    names = ("simulators", "nodes.acting", "pipelines.embodied", "audit.acting", "algorithms.srpo")
+    names = ("simulators", "nodes.embodied_rewards", "pipelines.embodied", "audit.acting", "algorithms.srpo")
     code = (
         "import sys, distflow.cli, distflow.launch.one_process_launcher, distflow.audit.all_checks, "
         "distflow.launch.make_spec, distflow.pipelines.grpo, distflow.environments.workflows\n"

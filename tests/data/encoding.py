@@ -1,8 +1,8 @@
 """Rows, and the prompts that they become."""
 
 from distflow.data.dataset_columns import BadRows, RawRow
-from distflow.data.prompts import PromptOptions, PromptSet
-from distflow.data.tokenizing import encode_rows
+from distflow.data.encode_rows import encode_rows
+from distflow.data.encoded_prompts import PromptOptions, PromptSet
 
 
 def row(prompt, response: str | None = None, **changes) -> RawRow:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from distflow.data.dataset_columns import BadRows, RawRow
+from distflow.data.encode_rows import encode_rows
+from distflow.data.encoded_prompts import PromptOptions, PromptSet
 from distflow.data.messages import read_conversation
-from distflow.data.prompts import PromptOptions, PromptSet
-from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
 from distflow.models.loading import end_token_ids
 from tests.data import chat_templates as t

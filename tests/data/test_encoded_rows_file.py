@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.data.dataset_columns import BadRows, RawRow
+from distflow.data.encode_rows import encode_rows
+from distflow.data.encoded_prompts import PromptOptions, PromptSet
 from distflow.data.encoded_rows_file import EncodedRows, write_arrow, write_encoded
-from distflow.data.prompts import PromptOptions, PromptSet
-from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
 from tests.tiny_models import tiny_tokenizer
 

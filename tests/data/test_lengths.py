@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.data.tokenizing import truncated
+from distflow.data.encode_rows import truncated
 from distflow.errors import UserError
 from tests.data.encoding import encode, row
 from tests.tiny_models import tiny_tokenizer

@@ -4,8 +4,8 @@ import pytest
 
 from distflow.builtin_names import PROMPT_MESSAGES
 from distflow.data.dataset_columns import RawRow
+from distflow.data.encoded_prompts import Encoded
 from distflow.data.preference_pairs import encode_pair, encode_text
-from distflow.data.prompts import Encoded
 from tests.tiny_models import EOS, tiny_tokenizer
 
 ASKED = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "1+1?"}]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from distflow.data import rows_on_demand, tokenizing
+from distflow.data import encode_rows, rows_on_demand
 from distflow.data.chat_template_and_turns import ChatTemplate
-from distflow.data.prompts import PromptRow
+from distflow.data.encoded_prompts import PromptRow
 from distflow.errors import TrustError
 from distflow.launch import data_sets, make_spec, spec_settings
 from distflow.observe.run_reader import read_events
@@ -103,7 +103,7 @@ def chats(change: Callable[[Any], Any]) -> Callable[[Patch], None]:
     def wrap(original: Any) -> Any:
         return lambda row, options: replace(found := original(row, options), messages=change(found.messages))
 
-    return wrapped(tokenizing, "_prompt", wrap)
+    return wrapped(encode_rows, "_prompt", wrap)
 
 
 def of_the_next(original: Any) -> Any:
@@ -177,7 +177,7 @@ PLANTED: dict[str, tuple[str, Callable[[Patch], None], str]] = {
         wrapped(domain_pools, "reward_functions", of_the_first),
         r"\(reward_results\): reward function '.*words.py:score' was never called",
     ),
-    "no begin token": ("plain", wrapped(tokenizing, "_tokenise", without_special), r"\(data\): the prompt of "),
+    "no begin token": ("plain", wrapped(encode_rows, "_tokenise", without_special), r"\(data\): the prompt of "),
     "no system prompt": ("chat", chats(lambda messages: messages[1:]), r"\(data\): the prompt of "),
     "earlier messages lost": (
         "chat",
@@ -191,22 +191,22 @@ PLANTED: dict[str, tuple[str, Callable[[Patch], None], str]] = {
     ),
     "prompts cut elsewhere": (
         "cut",
-        wrapped(tokenizing, "truncated", lambda cut: lambda ids, most, side: cut(ids, most, "left")),
+        wrapped(encode_rows, "truncated", lambda cut: lambda ids, most, side: cut(ids, most, "left")),
         r"\(data\): the prompt of ",
     ),
     "responses of the next row": (
         "pairs",
-        wrapped(tokenizing, "_response_ids", of_the_next),
+        wrapped(encode_rows, "_response_ids", of_the_next),
         r"\(data\): the response of ",
     ),
     "a row left out that is short enough": (
         "longest",
-        wrapped(tokenizing, "fit", shorter_by_one),
+        wrapped(encode_rows, "fit", shorter_by_one),
         r"\(data\): row \d of \S+ is left out, but it is neither too long nor",
     ),
     "a row left out that has the pass rate": (
         "rates",
-        wrapped(tokenizing, "_within", one_more_outside),
+        wrapped(encode_rows, "_within", one_more_outside),
         r"\(data\): row \d of \S+ is left out, but it is neither too long nor",
     ),
     "lazy rows in another order": (

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from distflow.data import sources, tokenizing
+from distflow.data import encode_rows, sources
 from distflow.data.dataset_columns import RawRow
 from distflow.errors import TrustError, UserError
 from distflow.launch import one_process_launcher, run_start_and_end
@@ -481,9 +481,9 @@ def begun_late(original: Any) -> Any:
 
 
 TEXT_FAULTS: dict[str, tuple[Plant, list[dict[str, Any]], str]] = {
-    "responses of the next row": (replaced(tokenizing, "_response_ids", of_the_next), PAIRS, "the response of "),
+    "responses of the next row": (replaced(encode_rows, "_response_ids", of_the_next), PAIRS, "the response of "),
     "turns that begin a token late": (
-        replaced(tokenizing, "encode_turns", begun_late),
+        replaced(encode_rows, "encode_turns", begun_late),
         TALKS,
         "a turn of the assistant",
     ),

@@ -8,7 +8,7 @@ import pytest
 from distflow.environments.simulators import action_tokens, workflow
 from distflow.errors import TrustError
 from distflow.models.image_inputs import ImageProcessor
-from distflow.pipelines.nodes import acting
+from distflow.pipelines.nodes import embodied_rewards
 from tests.e2e.runs import Playground
 from tests.e2e.test_acting import ACTS, options
 from tests.tiny_vision_models import png, square, write_tiny_llava
@@ -39,8 +39,8 @@ def one_seed(patch: Patch) -> None:
 
 
 def first_frame(patch: Patch) -> None:
-    right = acting.pixels
-    patch.setattr(acting, "pixels", lambda frames: right(frames[:1]))
+    right = embodied_rewards.pixels
+    patch.setattr(embodied_rewards, "pixels", lambda frames: right(frames[:1]))
 
 
 def one_task(patch: Patch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from distflow.config import preset_config
 from distflow.config.keys.schema import with_values
-from distflow.data.prompts import PromptRows, UnusableRow
+from distflow.data.encoded_prompts import PromptRows, UnusableRow
 from distflow.errors import UserError
 from distflow.launch.data_sets import data_plan
 from distflow.runtime.spec import Spec

@@ -12,7 +12,7 @@ from distflow.algorithms.registry import find_adv_est
 from distflow.config import Config, load_config
 from distflow.config.keys.reward import OnError
 from distflow.data.batch import Batch
-from distflow.data.prompts import PromptRow
+from distflow.data.encoded_prompts import PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.graph import Drop, NodeOutput
@@ -25,7 +25,7 @@ from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout
 from distflow.rewards.router import RewardOutcome
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams
 from distflow.runtime.compiled_node import NodeContext
-from distflow.runtime.group_columns import Group
+from distflow.runtime.rollout_group import Group
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import OneRank
 from tests.runtime.groups import group as columns_of

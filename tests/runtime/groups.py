@@ -5,12 +5,12 @@ from typing import Any
 
 from distflow.config import Config
 from distflow.data.batch import Batch
-from distflow.data.prompts import PROMPT_FIELDS, PromptRow
+from distflow.data.encoded_prompts import PROMPT_FIELDS, PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.graph import BoundNode, Pipeline
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.compiled_node import NodeContext, Step, compile_steps
-from distflow.runtime.group_columns import Group
+from distflow.runtime.rollout_group import Group
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import PromptGroup
 from distflow.scheduling.row_order_and_step_sizes import DataPlan

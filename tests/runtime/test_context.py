@@ -11,13 +11,13 @@ import pytest
 
 from distflow.config import Config
 from distflow.data.batch import Batch
-from distflow.data.prompts import PromptRow
+from distflow.data.encoded_prompts import PromptRow
 from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.compiled_node import Contexts, NodeContext
-from distflow.runtime.group_columns import Group
 from distflow.runtime.resources import Resources
+from distflow.runtime.rollout_group import Group
 from distflow.scheduling.group_states import PromptGroup
 from tests.runtime.groups import PARAMS, context, group, group_with_responses, waiting_group
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from distflow.rollout.engine import GenerateRequest, GenerateResult, SamplingParams, Stream, WeightReceipt
 from distflow.runtime.engine_watch import Deadline, EngineHangs
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_services import Session
+from distflow.runtime.rollout_session import Session
 from distflow.scheduling.group_states import Version
 from tests.forks import forks
 

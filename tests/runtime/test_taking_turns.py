@@ -17,7 +17,7 @@ from distflow.rollout.engine import GenerateResult, Generation
 from distflow.runtime.engine_watch import Deadline, EngineHangs
 from distflow.runtime.loop_thread import LoopBlocked
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_services import Session
+from distflow.runtime.rollout_session import Session
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import generate_all, make_engine, make_model, prompt_of, request_of, run_all
 

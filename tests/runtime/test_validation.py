@@ -11,13 +11,13 @@ import torch
 from distflow.audit.record_calls_and_updates import GroupRecords
 from distflow.config import Config
 from distflow.data.batch import Batch
-from distflow.data.prompts import PromptRow
+from distflow.data.encoded_prompts import PromptRow
 from distflow.data.sample import Sample
 from distflow.graph import Drop, node
 from distflow.rollout.engine import SamplingParams, Stream
 from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
-from distflow.runtime.group_columns import Group
 from distflow.runtime.resources import Resources
+from distflow.runtime.rollout_group import Group
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
 from distflow.runtime.spec import ValidationSet
 from distflow.runtime.step_metrics import ValidationResults, pass_at_k

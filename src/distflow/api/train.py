@@ -14,7 +14,7 @@ from distflow.api.arguments import Overrides, PythonInputs, Reward, Rows, key_of
 from distflow.api.load_run import Run
 from distflow.config import Config, ConfigError, Loaded, UserError, describe, load_config
 from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
-from distflow.config.compose.origins import base_preset
+from distflow.config.compose.yaml_settings import base_preset
 from distflow.config.derived_settings import check_keys, launch_target, resume_override
 from distflow.data import random_states
 from distflow.errors import blaming, called_from_python, hint, nearest

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from distflow.algorithms.registry import find_adv_est
-from distflow.audit.normalization import finished_advantages, mean, std, whitened, whitening
 from distflow.audit.recorded_step import (
     NOT_APPLICABLE,
     RecordedStep,
@@ -24,6 +23,7 @@ from distflow.audit.recorded_step import (
     doubles,
     is_builtin,
 )
+from distflow.audit.reference_normalization import finished_advantages, mean, std, whitened, whitening
 from distflow.audit.samples import functions_of, in_baselines
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import scoring_models

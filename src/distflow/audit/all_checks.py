@@ -5,7 +5,7 @@ from dataclasses import replace
 from distflow.audit import optimizer_steps, rescored_samples, token_level_rewards
 from distflow.audit.advantages import audit_advantages, audit_moments, over_step
 from distflow.audit.custom_estimator_and_loss import audit_custom_functions
-from distflow.audit.data import audit_curriculum, audit_data
+from distflow.audit.data_plan_and_rows import audit_curriculum, audit_data
 from distflow.audit.difficulty_filter import audit_skipped_rows
 from distflow.audit.episodes import audit_episodes
 from distflow.audit.log_probs import audit_log_probs, audit_reference

@@ -8,9 +8,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from distflow.audit.normalization import share_right
 from distflow.audit.policy_losses import importance_weights
 from distflow.audit.recorded_step import RecordedStep, Sample, by_group_of, doubles
+from distflow.audit.reference_normalization import share_right
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.data.batch import Batch
 from distflow.data.sample import LIMIT_REASONS

@@ -36,7 +36,7 @@ from distflow.rewards.reward_results import RewardResult
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
 from distflow.runtime.compiled_node import NodeContext, Step
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_services import Session
+from distflow.runtime.rollout_session import Session
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_ports_and_inputs import WorkerInputs
 from distflow.scheduling.group_states import PromptGroup

@@ -10,7 +10,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from distflow.audit.normalization import share_right
 from distflow.audit.recorded_step import (
     NOT_APPLICABLE,
     RecordedStep,
@@ -24,12 +23,13 @@ from distflow.audit.recorded_step import (
     doubles,
     is_builtin,
 )
+from distflow.audit.reference_normalization import share_right
 from distflow.builtin_names import CUSTOM_REWARD, ESTIMATORS, REWARDS, WHOLE_SCORE
 from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of, filters_groups, is_rl, response_limit, unfiltered_domains
 from distflow.config.keys.algorithm import AlgorithmConfig, spread
 from distflow.config.keys.reward import RewardPart, scoring_models
-from distflow.data.prompts import PromptRow
+from distflow.data.encoded_prompts import PromptRow
 from distflow.graph import NodeRole
 from distflow.graph.fields import TOKEN_AXES
 from distflow.models.image_inputs import images_of

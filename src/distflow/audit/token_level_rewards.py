@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from distflow.audit.episodes import rewards_of_turns
-from distflow.audit.normalization import finished_rewards, whitened
 from distflow.audit.record_calls_and_updates import GroupRecord
 from distflow.audit.recorded_step import (
     NOT_APPLICABLE,
@@ -22,6 +21,7 @@ from distflow.audit.recorded_step import (
     doubles,
     index_of,
 )
+from distflow.audit.reference_normalization import finished_rewards, whitened
 from distflow.audit.rescored_samples import LIMIT
 from distflow.audit.samples import does_not_apply, functions_of, in_baselines, parts_of_domain
 from distflow.config.derived_settings import algorithm_of, algorithms, response_limit

@@ -19,7 +19,7 @@ from distflow.audit.rollout_engine import TWIN_NATS
 from distflow.audit.samples import accuracies, parts_of_domain
 from distflow.config import Config
 from distflow.config.derived_settings import response_limit
-from distflow.data.prompts import PromptRow
+from distflow.data.encoded_prompts import PromptRow
 from distflow.errors import TrustError
 from distflow.models.sharding import is_spread
 from distflow.rollout.engine import SamplingParams, Stream

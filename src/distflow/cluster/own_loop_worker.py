@@ -14,7 +14,7 @@ from distflow.cluster.actor_calls import reply, shorten
 from distflow.cluster.remote_sample_queue import GroupRef, read_groups
 from distflow.data.batch import Batch, Column, RemoteColumn
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
-from distflow.data.prompts import PromptRow
+from distflow.data.encoded_prompts import PromptRow
 from distflow.launch.select_pipeline import for_own_loop
 from distflow.runtime.sample_queue.protocol import OfGroup, Submissions
 from distflow.runtime.spec import Spec

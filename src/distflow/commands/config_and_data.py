@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from distflow.config import Config, Loaded
-    from distflow.data.prompts import PromptRow, PromptSet
+    from distflow.data.encoded_prompts import PromptRow, PromptSet
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +79,7 @@ def _not_from_files(config: "Config", trusted: bool) -> str:
     """Why model and data are not read: the config may be another person's, and the hub is slow."""
     from distflow.config.compose.check_paths import is_local_data
     from distflow.config.derived_settings import train_files, val_files
-    from distflow.hugging_face_hub import is_local_model
+    from distflow.hub_id_or_local_path import is_local_model
     from distflow.launch.user_code_trust import data_code, pipeline_code
     from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run
 

@@ -21,7 +21,7 @@ from distflow.observe.metrics import flatten, headline_names
 from distflow.observe.report import chart_data, doctor, samples
 from distflow.observe.report import graph_and_timelines as step_parts
 from distflow.observe.report.build import RunPages
-from distflow.observe.report.findings import measured_phases
+from distflow.observe.report.run_rules import measured_phases
 from distflow.observe.report.summary_sentences import ACCURACY, PROBLEM_KINDS, REWARD, audited, status
 from distflow.observe.run_reader import GrowingMetrics, read_events, read_timeline
 from distflow.observe.writing.run_folder import MARK, writer_of

@@ -38,7 +38,7 @@ from distflow.untrusted_files import check_file
 
 if TYPE_CHECKING:
     from distflow.commands.run_sql import Answer
-    from distflow.observe.report.findings import RunRecords
+    from distflow.observe.report.run_rules import RunRecords
 
 _MAX_CELL, _MAX_SHOWN = 60, 40
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from distflow import __version__
 from distflow.commands.arguments_and_run_folders import add_preset_arguments, importing, rewards_ahead
-from distflow.config.compose.origins import preset_names
+from distflow.config.compose.yaml_settings import preset_names
 from distflow.errors import UserError, hint
 from distflow.import_target import load
 from distflow.runtime.early_stop_and_signals import exit_status

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow
 
-from distflow.data.prompts import PromptRow, PromptRows, PromptSet
+from distflow.data.encoded_prompts import PromptRow, PromptRows, PromptSet
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import replacing
 from distflow.untrusted_files import check_file

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.builtin_names import PROMPT_MESSAGES
 from distflow.data.dataset_columns import RawRow
+from distflow.data.encoded_prompts import Encoded
 from distflow.data.messages import kind
-from distflow.data.prompts import Encoded
 
 Messages = Sequence[Mapping[str, object]]
 

@@ -25,7 +25,7 @@ from distflow.data.encoded_rows_file import CHUNK_ROWS, metadata_of, write_arrow
 from distflow.data.task_folders import has_tasks, read_task_folders
 from distflow.data.task_packages import read_records
 from distflow.errors import UserError, blaming, missing_path
-from distflow.hugging_face_hub import unreachable
+from distflow.hub_id_or_local_path import unreachable
 from distflow.import_target import load_function
 from distflow.observe.crash_safe_files import write_atomically
 from distflow.untrusted_files import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from distflow.builtin_names import PROMPT_CHAT, WORKFLOWS
-from distflow.data.prompts import PromptRow
+from distflow.data.encoded_prompts import PromptRow
 from distflow.environments.areal_workflows import METHODS as AREALS_METHODS
 from distflow.environments.areal_workflows import ArealWorkflow
 from distflow.environments.chat import AGENTS_KEY, Agent, Agents, Chat, ChatError, Prompt, begin_agents

@@ -16,7 +16,7 @@ from distflow.runtime.compiled_node import Contexts, compile_steps
 from distflow.runtime.reshard_columns import ColumnReshard
 from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
-from distflow.runtime.rollout_services import Session
+from distflow.runtime.rollout_session import Session
 from distflow.runtime.run_errors_and_limits import ErrorShare, GroupFailures
 from distflow.runtime.validation import ValidationRunner, Validator
 from distflow.runtime.weight_sync.sender import WeightSync

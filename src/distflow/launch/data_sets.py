@@ -41,16 +41,16 @@ from distflow.data.dataset_columns import (
     read_rows,
     rows_of_domain,
 )
-from distflow.data.prompts import PromptOptions, PromptRow, PromptRows, PromptSet, UnusableRow
+from distflow.data.encode_rows import encode_rows
+from distflow.data.encoded_prompts import PromptOptions, PromptRow, PromptRows, PromptSet, UnusableRow
 from distflow.data.rows_on_demand import IndexedFile, RowStream, choose_rows, index_file, is_streamed
 from distflow.data.sources import load_rows, read_file
-from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.models.loading import end_token_ids, has_image_processor
 from distflow.models.paths import resolve_path
+from distflow.rewards.check_before_run import find_broken
 from distflow.rewards.router import check_domains
-from distflow.rewards.self_check import find_broken
 from distflow.scheduling.curriculum_and_difficulty_filter import CurriculumPlan, SkipPlan, load_curriculum
 from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS, DataPlan, DomainPlan, Frequency, total_steps
 

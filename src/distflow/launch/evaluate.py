@@ -11,7 +11,7 @@ from distflow.rewards.reward_results import VALIDATION
 from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.resources import build_resources
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
-from distflow.runtime.rollout_services import Session
+from distflow.runtime.rollout_session import Session
 from distflow.runtime.run_errors_and_limits import warn_of_errors
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import SampleRows

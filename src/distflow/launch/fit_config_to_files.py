@@ -7,10 +7,10 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config, Loaded, RunLimits, fit_to, flatten, with_changes
 from distflow.config.compose.load_config import is_verls, with_named
-from distflow.config.compose.origins import is_preset
 from distflow.config.compose.unknown_and_unused_keys import peek, watch
+from distflow.config.compose.yaml_settings import is_preset
 from distflow.config.derived_settings import CUSTOM, is_sharded, pipeline_name
-from distflow.data.prompts import PromptSet
+from distflow.data.encoded_prompts import PromptSet
 from distflow.data.rows_on_demand import reads_by_row
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline

@@ -17,8 +17,8 @@ from transformers import TextStreamer
 from distflow.algorithms.mismatch_check import Tolerance
 from distflow.config import Config, load_config
 from distflow.data.dataset_columns import BadRows, RawRow
-from distflow.data.prompts import PromptOptions
-from distflow.data.tokenizing import encode_rows
+from distflow.data.encode_rows import encode_rows
+from distflow.data.encoded_prompts import PromptOptions
 from distflow.errors import UserError
 from distflow.launch.check_extensions import check_extensions
 from distflow.launch.configured_models import load_policy, policy_limits, tokenizer_loader
@@ -27,7 +27,7 @@ from distflow.launch.export_checkpoint import with_models_of_runs, write_config_
 from distflow.launch.model_and_engine_factories import engine_dtype, make_factories
 from distflow.launch.spec_settings import sampling_params
 from distflow.models.loading import stop_token_ids
-from distflow.pipelines.serve_model import ServedPolicy, serve_policy
+from distflow.pipelines.policy_endpoint import ServedPolicy, serve_policy
 from distflow.planning.plan import RankPlan
 from distflow.rollout.conformance import Bench, Finding, check_engine
 from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run

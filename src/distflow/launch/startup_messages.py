@@ -10,7 +10,7 @@ from distflow.config.derived_settings import algorithms, domain_of_tag, is_rl, r
 from distflow.config.extension_kinds import find_unregistered
 from distflow.config.keys.trainer_async_dag import StopCondition
 from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
-from distflow.data.prompts import PromptRow
+from distflow.data.encoded_prompts import PromptRow
 from distflow.errors import UserError, count_of, hint
 from distflow.graph import NodeRole
 from distflow.launch.check_extensions import find_gaps

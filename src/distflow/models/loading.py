@@ -29,7 +29,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from distflow.errors import UserError
-from distflow.hugging_face_hub import WEIGHT_PATTERNS
+from distflow.hub_id_or_local_path import WEIGHT_PATTERNS
 from distflow.models.image_inputs import (
     IN_OWN_PASSES,
     UNUSED,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distflow.builtin_names import MODELS
 from distflow.errors import UserError
-from distflow.hugging_face_hub import model_fault, unreachable
+from distflow.hub_id_or_local_path import model_fault, unreachable
 from distflow.observe.crash_safe_files import read_object, unreadable
 from distflow.untrusted_files import check_file
 

@@ -41,7 +41,10 @@ def roll_out_and_score(pipeline: Pipeline, config: Config) -> None:
     pipeline.add_node("rollout_actor", nodes.run_workflow if has_workflow else nodes.generate)
     pipeline.add_node("function_reward", nodes.take_scores if has_workflow else nodes.compute_reward)
     if config.actor_rollout_ref.rollout.workflow == "simulator":
-        from distflow.pipelines.nodes.acting import place_rewards, simulator_columns  # no other run imports it
+        from distflow.pipelines.nodes.embodied_rewards import (  # no other run imports it
+            place_rewards,
+            simulator_columns,
+        )
 
         pipeline.add_node("simulator_columns", simulator_columns)
         if config.algorithm.reward_level != "token":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.errors import UserError, blaming, hint
-from distflow.hugging_face_hub import is_local_model
+from distflow.hub_id_or_local_path import is_local_model
 
 GB = 10**9
 _DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3")

@@ -29,6 +29,7 @@ from distflow.errors import UserError, count_of
 from distflow.graph import BoundNode, BoundPipeline
 from distflow.graph.contract_from_signature import canonical
 from distflow.graph.fields import TOKEN_AXES, Axis, Field
+from distflow.planning.device_plan import plan_devices
 from distflow.planning.known_models_and_devices import Device, ModelShape
 from distflow.planning.measured_rates import Rates
 from distflow.planning.memory import (
@@ -43,7 +44,6 @@ from distflow.planning.memory import (
     sizes_of,
     worker_memory,
 )
-from distflow.planning.multi_device import plan_devices
 from distflow.planning.plan import Channel, Plan, dp_groups_of
 
 COMPUTING, DECODING, SENDING = 0.4, 0.6, 0.7

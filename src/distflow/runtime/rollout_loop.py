@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from distflow.algorithms.normalization_filters_and_weights import TOO_FEW_SCORES
 from distflow.data.batch import Batch
-from distflow.data.prompts import PromptRows, UnusableRow
+from distflow.data.encoded_prompts import PromptRows, UnusableRow
 from distflow.errors import TrustError, UserError
 from distflow.graph import BoundNode, Drop, NodeRole
 from distflow.observe.writing.timing import DATA, ENGINE, OTHER_GROUPS, Waits, group_waits, running_group
@@ -20,9 +20,9 @@ from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngi
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps, episode_results, score_samples
-from distflow.runtime.group_columns import Group, accuracy_of, finished_group
 from distflow.runtime.oversampling_and_turn_rounds import EarlyStop, Rounds, cancel
 from distflow.runtime.resources import Resources
+from distflow.runtime.rollout_group import Group, accuracy_of, finished_group
 from distflow.runtime.run_errors_and_limits import Failure, NodeError
 from distflow.runtime.sample_queue.protocol import AbortedGroups, DroppedGroup, SampleQueuePort
 from distflow.runtime.spec import Spec

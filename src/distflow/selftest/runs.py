@@ -35,7 +35,7 @@ from distflow.runtime.checkpoint.files import LATEST
 from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
 from distflow.runtime.early_stop_and_signals import Interrupted
 from distflow.runtime.fault_injection import VARIABLE, Fault
-from distflow.runtime.group_columns import Group
+from distflow.runtime.rollout_group import Group
 from distflow.runtime.spec import Launch, Spec
 from distflow.selftest.run_numbers import Figures, Recorded, figures_of
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from distflow.config import Config, Loaded, config_from_dict, load_config, to_dict
 from distflow.data.batch import Batch
-from distflow.data.prompts import PromptSet
+from distflow.data.encoded_prompts import PromptSet
 from distflow.launch.configured_models import load_policy
 from distflow.launch.data_sets import train_sources, validation_sources
 from distflow.launch.device_and_threads import choose_device

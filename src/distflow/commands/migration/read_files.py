@@ -8,7 +8,7 @@ import yaml
 
 from distflow.commands.migration.python_scripts import METHODS, read_script
 from distflow.commands.migration.yaml_and_shell import ForeignSettings, ShellScript, identify, method_of, read_options
-from distflow.config.compose.origins import preset_names
+from distflow.config.compose.yaml_settings import preset_names
 from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError
 from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file

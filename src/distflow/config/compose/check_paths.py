@@ -12,7 +12,7 @@ from distflow.config import derived_settings
 from distflow.config.keys.schema import Config
 from distflow.config.rules.check_config import where
 from distflow.errors import Problem, count_of, missing_path, nearest
-from distflow.hugging_face_hub import WEIGHT_PATTERNS, model_fault
+from distflow.hub_id_or_local_path import WEIGHT_PATTERNS, model_fault
 from distflow.import_target import SourceFile, split_name
 from distflow.untrusted_files import MAX_SOURCE_BYTES, is_compressed, matching_files, pointer_fault, read_file
 

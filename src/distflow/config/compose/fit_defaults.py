@@ -7,7 +7,7 @@ from functools import partial
 
 from distflow.builtin_names import CUSTOM_REWARD
 from distflow.config import derived_settings
-from distflow.config.compose.origins import COMMAND_LINE, IN_PYTHON, is_preset
+from distflow.config.compose.yaml_settings import COMMAND_LINE, IN_PYTHON, is_preset
 from distflow.config.derived_settings import reward_functions
 from distflow.config.keys.reward import RewardPart
 from distflow.config.keys.schema import Config, flatten, schema_keys, show_value, with_values

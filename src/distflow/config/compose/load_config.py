@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 from distflow.config.compose.check_paths import find_missing
 from distflow.config.compose.fit_defaults import Change, Fitted, NamedKey, apply_changes, fit, is_free
-from distflow.config.compose.origins import (
+from distflow.config.compose.unknown_and_unused_keys import is_known, judge_settings, look_up, parents
+from distflow.config.compose.values import Mismatch, nested, parse_value
+from distflow.config.compose.yaml_settings import (
     COMMAND_LINE,
     IN_PYTHON,
     Setting,
@@ -19,8 +21,6 @@ from distflow.config.compose.origins import (
     overriding_defaults,
     settings_of_value,
 )
-from distflow.config.compose.unknown_and_unused_keys import is_known, judge_settings, look_up, parents
-from distflow.config.compose.values import Mismatch, nested, parse_value
 from distflow.config.derived_settings import CUSTOM, RunLimits, is_rl, may_have_critic, pipeline_name
 from distflow.config.extension_kinds import find_unregistered
 from distflow.config.keys.schema import Config, flatten, group_names, schema_keys, show_value, with_values

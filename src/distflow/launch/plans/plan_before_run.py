@@ -18,7 +18,7 @@ from distflow.config.keys.schema import with_values
 from distflow.data.sources import BUILTIN_FOLDER, read_file
 from distflow.errors import UserError, blaming
 from distflow.graph import BoundPipeline
-from distflow.hugging_face_hub import is_local_model
+from distflow.hub_id_or_local_path import is_local_model
 from distflow.import_target import placeholders
 from distflow.launch.plans.measured_run import MeasuredRun, given_by, longest_scoring, measured_run
 from distflow.models.paths import BUILTIN_PREFIX, PACKAGE_PREFIX, resolve_path

@@ -16,7 +16,7 @@ from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import JSON, encode, read_object, write_atomically
 from distflow.observe.metrics import find_metric
 from distflow.observe.report import chart_data as charts
-from distflow.observe.report import doctor, domains, findings, samples, summary_sentences
+from distflow.observe.report import doctor, domains, run_rules, samples, summary_sentences
 from distflow.observe.report import graph_and_timelines as step
 from distflow.observe.report.invoice import charges, invoice_json, journal_of, price_of
 from distflow.observe.report.summary_sentences import Accuracy, EventGroup, Finding, Steps, known_values
@@ -134,15 +134,15 @@ class RunPages:
 
     @cached_property
     def accuracy(self) -> Accuracy | None:
-        if findings.accuracy_counts_nothing(self.steps):
+        if run_rules.accuracy_counts_nothing(self.steps):
             return None
         return summary_sentences.find_accuracy(self.records, self.trials.get("all"))
 
     @cached_property
-    def for_rules(self) -> findings.RunRecords:
+    def for_rules(self) -> run_rules.RunRecords:
         config = run_reader.read_config(self.run_dir)
         charged = charges(journal_of(self.activity, self.timeline, self.records, self.events))
-        return findings.RunRecords(self.run_dir, self.timeline, self.steps, config, self.activity, charged)
+        return run_rules.RunRecords(self.run_dir, self.timeline, self.steps, config, self.activity, charged)
 
     @cached_property
     def examination(self) -> doctor.Examination:
@@ -166,7 +166,7 @@ class RunPages:
         """The findings in sentences, and what ended a run that failed."""
         failed = summary_sentences.failure(self.events)
         found, events, records = self.examination.findings, self.events, self.records
-        planned = [each for each in found if each.rule == findings.PLANNED and each.tone == "unknown"]
+        planned = [each for each in found if each.rule == run_rules.PLANNED and each.tone == "unknown"]
         found = [each for each in found if each not in planned]
         written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
         damaged = [Finding("flat", f"{sentence}.") for sentence in run_reader.read_damage(self.run_dir)]

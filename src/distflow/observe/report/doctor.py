@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from distflow.observe.crash_safe_files import JSON, read_object, to_number
 from distflow.observe.report.chart_data import tabulate
-from distflow.observe.report.findings import (
+from distflow.observe.report.graph_and_timelines import read_activity
+from distflow.observe.report.invoice import Charge, charges, journal_of
+from distflow.observe.report.run_rules import (
     MAX_SHOWN,
     MAX_UIDS,
     PLANNED,
@@ -27,8 +29,6 @@ from distflow.observe.report.findings import (
     truncation,
     unaccounted,
 )
-from distflow.observe.report.graph_and_timelines import read_activity
-from distflow.observe.report.invoice import Charge, charges, journal_of
 from distflow.observe.report.step_rules import (
     MANY_STEPS,
     STEP_RULES,

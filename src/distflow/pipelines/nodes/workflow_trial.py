@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config
-from distflow.data.prompts import PromptRow
+from distflow.data.encoded_prompts import PromptRow
 from distflow.data.sample import Segment
 from distflow.environments.chat import Chat, ChatError, Limits
 from distflow.environments.tool_calls import format_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, Protocol, TypeVar, overload
 
 from distflow.data.batch import Batch
-from distflow.data.prompts import PromptRow
+from distflow.data.encoded_prompts import PromptRow
 from distflow.errors import UserError
 from distflow.observe.metrics import Measured
 from distflow.rewards.reward_results import RewardCounts

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from distflow.data.batch import Batch
-from distflow.data.prompts import PromptRow
+from distflow.data.encoded_prompts import PromptRow
 from distflow.errors import UserError
 from distflow.observe.metrics import combine
 from distflow.observe.writing.timing import RANKS, Waits

@@ -8,7 +8,8 @@ import pytest
 
 from distflow.observe.report.build import report_data
 from distflow.observe.report.doctor import examine
-from distflow.observe.report.findings import (
+from distflow.observe.report.graph_and_timelines import read_activity
+from distflow.observe.report.run_rules import (
     Finding,
     RunRecords,
     accuracy_counts_nothing,
@@ -18,7 +19,6 @@ from distflow.observe.report.findings import (
     predicted_and_measured,
     truncation,
 )
-from distflow.observe.report.graph_and_timelines import read_activity
 from distflow.observe.report.step_rules import StepRules
 from distflow.observe.run_reader import Timeline
 from distflow.observe.writing.run_folder import RunFolder

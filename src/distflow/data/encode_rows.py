@@ -21,10 +21,10 @@ from distflow.data.chat_template_and_turns import (
     template_of,
 )
 from distflow.data.dataset_columns import BadRows, RawRow
+from distflow.data.encoded_prompts import Encoded, PromptOptions, PromptReport, PromptSet, UnusableRow
 from distflow.data.images import IMAGE_MARK, encoder_of, parts_of
 from distflow.data.messages import Messages, RowError
 from distflow.data.preference_pairs import encode_pair
-from distflow.data.prompts import Encoded, PromptOptions, PromptReport, PromptSet, UnusableRow
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
 

@@ -7,7 +7,7 @@ import datasets.config
 import pytest
 from huggingface_hub import constants
 
-from distflow.hugging_face_hub import unreachable
+from distflow.hub_id_or_local_path import unreachable
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from distflow.algorithms.advantages.group_estimator_base import sample_scores
 from distflow.data.batch import Batch, Written
-from distflow.data.prompts import PromptRow
+from distflow.data.encoded_prompts import PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.graph.fields import ALIASES
 from distflow.observe.metrics import Measured

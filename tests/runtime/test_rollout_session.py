@@ -7,7 +7,7 @@ import pytest
 
 from distflow.rewards.router import RewardRouter
 from distflow.runtime.resources import Resources, build_resources
-from distflow.runtime.rollout_services import Session
+from distflow.runtime.rollout_session import Session
 from tests.e2e.runs import Playground
 
 
