@@ -317,7 +317,7 @@ def _check_checker(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]
 
 def _check_solver(recorded: RecordedStep, sample: Sample, turns: Sequence[Said], is_shown: bool) -> None:
     """is_shown: whether the checker's question has the solver's reply in it."""
-    drawn = [turn.drawn for turn in turns if turn.name.partition(".")[0] == "solver"]
+    drawn = [turn.drawn for turn in turns if turn.name in ("", "solver")]  # the first agent has no name there
     asked = [turn.said for turn in turns if turn.name.partition(".")[0] == "checker"]
     record = recorded.record_of(sample)
     if not drawn or record is None:
