@@ -434,7 +434,7 @@ def test_ctrl_c_while_it_waits_interrupts_at_once(tmp_path: Path) -> None:
         try:
             rollouts.wait(1)
         finally:
-            with pytest.raises(UserError, match="was interrupted: leave the rollouts"):
+            with pytest.raises(UserError, match="was interrupted: call distflow.rollouts again"):
                 rollouts.wait(1)
     verify(tmp_path / "run" / "ledger.jsonl")
 
