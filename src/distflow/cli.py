@@ -124,6 +124,8 @@ class _Parser(argparse.ArgumentParser):
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL):
             near = nearest(found[1], re.findall(r"[\w-]+", found[2]))
             message += f"; did you mean '{near}'?" if near else ""
+        if message.startswith("argument "):  # the usage, a line for each few options, would hide it
+            self.exit(2, f"{self.prog}: {message}\n")
         super().error(message)
 
 
