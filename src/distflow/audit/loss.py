@@ -21,7 +21,7 @@ from distflow.audit.policy_losses import (
     may_be_selected,
     ratio_to,
 )
-from distflow.audit.record_calls_and_updates import UpdateRecord
+from distflow.audit.record_calls_and_updates import UpdateRecord, units_of
 from distflow.audit.recorded_step import (
     NOT_APPLICABLE,
     RecordedStep,
@@ -457,7 +457,7 @@ def _counted(config: Config, batch: MiniBatch, log_probs: Tensor) -> tuple[Token
     tokens = Tokens(log_probs[counted], columns, batch.sample[counted])
     if level == "token":
         return tokens, batch
-    from distflow.audit.acting.levels import by_unit, dim_of, units_of  # no other run imports it
+    from distflow.audit.acting.levels import by_unit, dim_of  # no other run imports it
 
     turns = (sample["turn_index"] for sample in batch.samples)
     tokens = by_unit(tokens, units_of(turns, counted, dim_of(config, level)))

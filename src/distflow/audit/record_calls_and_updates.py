@@ -208,10 +208,24 @@ class Stripe:
 
 def _num_units(batch: Batch, dim: int) -> int:
     """Actions of `dim` tokens, or chunks if it is 0, with a token that counts."""
-    from distflow.audit.acting.levels import units_of  # no other run imports it
-
     turns = batch.flat("turn_index").split(batch.lengths("response").tolist())
     return len(units_of(turns, batch.flat("loss_mask") > 0, dim).unique())
+
+
+def units_of(turn_index: Iterable[Tensor], counted: Tensor, dim: int) -> Tensor:
+    """The unit of each token that counts, numbered from 0: its chunk, or its action if `dim` is its number of tokens.
+
+    turn_index: of each sample. counted: of all response tokens, sample after sample.
+    """
+    names = list[tuple[int, int, int]]()
+    for number, turns in enumerate(turn_index):
+        drawn = Counter[int]()
+        for turn in turns.tolist():
+            names.append((number, turn, drawn[turn] // dim if dim else 0))
+            drawn[turn] += 1
+    own = [name for name, counts in zip(names, counted.tolist(), strict=True) if counts]
+    number_of = {name: number for number, name in enumerate(dict.fromkeys(own))}
+    return torch.tensor([number_of[name] for name in own], dtype=torch.int64)
 
 
 @dataclass

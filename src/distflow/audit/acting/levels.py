@@ -1,8 +1,7 @@
 """Formulas of `algorithm.logprob_level` and `reward_level`, for checks of steps. Only runs that use them import it."""
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,22 +17,6 @@ def dim_of(config: Config, level: str) -> int:
     """Tokens of an action, or 0 for whole chunks."""
     options: Any = config.actor_rollout_ref.rollout.workflow_kwargs["actions"]
     return len(bounds_of(options)) if level == "action" else 0
-
-
-def units_of(turn_index: Iterable[Tensor], counted: Tensor, dim: int) -> Tensor:
-    """The unit of each token that counts, numbered from 0: its chunk, or its action if `dim` is its number of tokens.
-
-    turn_index: of each sample. counted: of all response tokens, sample after sample.
-    """
-    names = list[tuple[int, int, int]]()
-    for number, turns in enumerate(turn_index):
-        drawn = Counter[int]()
-        for turn in turns.tolist():
-            names.append((number, turn, drawn[turn] // dim if dim else 0))
-            drawn[turn] += 1
-    own = [name for name, counts in zip(names, counted.tolist(), strict=True) if counts]
-    number_of = {name: number for number, name in enumerate(dict.fromkeys(own))}
-    return torch.tensor([number_of[name] for name in own], dtype=torch.int64)
 
 
 def by_unit(tokens: Tokens, units: Tensor) -> Tokens:
