@@ -28,6 +28,7 @@ NOT_RECOMPUTED = {
     "perf/*": "measured by a clock",
     "throughput/*": "measured by a clock; that of whole steps is compared with their tokens and time",
     "memory/*": "measured by the operating system",
+    "samples/lost": "counted by the thread that writes the samples",
     "gpu/*": "measured by the device",
     "rollout_server/*": "told by servers",
     "episodes/idle_agents": "who was not called has left nothing in the samples",

@@ -154,7 +154,7 @@ class Run:
     def spans(self) -> list[tuple[float, float]]:
         """Start and end of each prompt group."""
         records = map(json.loads, (self.folder / "spans" / "rollout.jsonl").read_text().splitlines())
-        return [(record["t0"], record["t1"]) for record in records if record["what"] != "phase"]
+        return [(record["t0"], record["t1"]) for record in records if record["kind"] == "group"]
 
     @property
     def spec(self) -> Spec:
