@@ -103,7 +103,7 @@ class Dashboard:
         newest = max(self._find(), key=lambda path: _stamp(path / "metrics.jsonl")[1], default=None)
         if newest is not None:
             with suppress(UserError):  # its pages say so
-                _curves(self._opened(newest), {})
+                _ = self._opened(newest).pages().table
 
     def frame(self, names: Sequence[str], of_run: str) -> dict[str, Any]:
         """What a page starts with. Raises UserError if it needs other runs than these."""
