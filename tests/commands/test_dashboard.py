@@ -179,7 +179,10 @@ def test_runs_are_listed_the_last_written_first(client: Client) -> None:
     tiny = next(row for row in found["runs"] if row["run"] == TINY)
     assert (tiny["step"], tiny["total"], tiny["state"], tiny["accuracy"]) == (12, 12, "finished", 0.8)
     assert tiny["rewards"] == [step / 12 for step in range(1, 13)] and tiny["problems"] == 1
-    assert [row["run"] for row in client.part("runs", text="TINY")["runs"]] == [TINY]
+    for text in ("TINY", "finished tiny", "trainer.seed=1", "seed=1 tiny"):
+        assert [row["run"] for row in client.part("runs", text=text)["runs"]] == [TINY], text
+    for text in ("seed=2", "eed=1", "seed=1 asynchronous"):
+        assert client.part("runs", text=text)["total"] == 0, text
 
 
 def test_a_thousand_runs_are_listed_by_pages_and_an_empty_folder_says_so(tmp_path: Path) -> None:
@@ -362,6 +365,16 @@ def test_two_runs_are_compared_with_their_curves_beside_each_other(client: Clien
     names = {name for chart in found["curves"]["charts"] for name in chart["names"]}
     assert f"reward/mean_score · {TINY}" in names
     assert client.ask(f"/api/compare?run={TINY}")[0] == 400
+
+
+def test_a_step_is_given_as_a_chrome_trace(client: Client) -> None:
+    events = client.part("trace", run="project/asynchronous", step=5)["traceEvents"]
+    names = {event["name"] for event in events}
+    assert "step 5" in names and not names & {"step 4", "step 6"}
+    assert {event["ph"] for event in events} >= {"X", "M"}
+    assert len(client.part("trace", run="project/asynchronous")["traceEvents"]) > len(events)
+    status, _, text = client.ask("/api/trace?run=project/asynchronous&step=999")
+    assert status == 400 and "999" in json.loads(text)["error"]
 
 
 def test_a_step_has_its_time_line_and_neighbours(client: Client) -> None:

@@ -41,8 +41,9 @@ def write_run(folder: Path, leak: str = "http://127.0.0.1:1/leak", num_steps: in
         run.write_text("config.yaml", "trainer:\n  seed: 1\n")
         run.write_json("plan.json", {"nodes": _nodes(HOSTILE[1].replace("LEAK", leak))})
         _validate(run, 0, 4)
+        end = math.inf
         for step in range(1, num_steps + 1):
-            _spans(run)
+            end = _spans(run, end)
             run.metrics(step, "train", _metrics(step, num_steps))
             run.samples(step, [_sample(step, i, leak) for i in range(len(HOSTILE) + 4)])
         _validate(run, num_steps, 16)
@@ -62,14 +63,15 @@ def _nodes(name: str) -> list[dict[str, Any]]:
     ]
 
 
-def _spans(run: RunFolder) -> None:
-    """Of a step of one second that ends now."""
+def _spans(run: RunFolder, before: float) -> float:
+    """Of a step of one second that ends now; on a busy machine of more, since `before`. Returns their end."""
     now = time.time()
-    run.span("training", Span(now - 0.9, now - 0.4, "phase", "rollout"))
+    run.span("training", Span(min(now - 0.9, before), now - 0.4, "phase", "rollout"))
     run.span("training", Span(now - 0.4, now - 0.15, "phase", "train_step"))
     run.span("training", Span(now - 0.9, now - 0.4, "wait", HOSTILE[0]))
     for i in range(6):
         run.span("rollout", Span(now - 0.9, now - 0.5 + i / 100, "group", "complete"))
+    return now - 0.15
 
 
 def _metrics(step: int, num_steps: int) -> dict[str, float]:

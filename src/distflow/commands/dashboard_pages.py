@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +24,7 @@ from distflow.observe.report import graph_and_timelines as step_parts
 from distflow.observe.report.build import RunPages
 from distflow.observe.report.run_rules import measured_phases
 from distflow.observe.report.summary_sentences import ACCURACY, PROBLEM_KINDS, REWARD, audited, status
-from distflow.observe.run_reader import GrowingMetrics, read_events, read_timeline
+from distflow.observe.run_reader import GrowingMetrics, flat_config, read_events, read_timeline
 from distflow.observe.writing.run_folder import MARK, writer_of
 
 MAX_POINTS = 2000
@@ -103,7 +104,7 @@ class Dashboard:
         newest = max(self._find(), key=lambda path: _stamp(path / "metrics.jsonl")[1], default=None)
         if newest is not None:
             with suppress(UserError):  # its pages say so
-                _curves(self._opened(newest), {})
+                _ = self._opened(newest).pages().table
 
     def frame(self, names: Sequence[str], of_run: str) -> dict[str, Any]:
         """What a page starts with. Raises UserError if it needs other runs than these."""
@@ -144,12 +145,20 @@ class Dashboard:
     def _runs(self, query: Mapping[str, str]) -> dict[str, Any]:
         """A page of the runs, those written last first."""
         found = sorted(((_stamp(path / "metrics.jsonl")[1], path) for path in self._find()), reverse=True)
-        words, start = query.get("text", "").lower(), RUNS_OF_PAGE * _whole(query.get("page", "0"))
-        chosen = [path for _, path in found if words in self._name(path).lower() or words in self._row(path)["state"]]
+        words, start = query.get("text", "").lower().split(), RUNS_OF_PAGE * _whole(query.get("page", "0"))
+        chosen = [path for _, path in found if all(self._fits(path, word) for word in words)]
         hint = "No run is there: `distflow train` writes into runs/, and a folder can be named after `dashboard`"
         note = "" if chosen else "None of them fits" if found else hint
         rows = [self._row(path) for path in chosen[start : start + RUNS_OF_PAGE]]
         return {"runs": rows, "total": len(chosen), "of_page": RUNS_OF_PAGE, "folder": str(self.folder), "note": note}
+
+    def _fits(self, path: Path, word: str) -> bool:
+        """Whether a run's name or state has the word, or its config the end of a key with the value: `lr=1e-06`."""
+        key, is_setting, value = word.partition("=")
+        if not is_setting:
+            return word in self._name(path).lower() or word in self._row(path)["state"]
+        config = _lower_config(path, _stamp(path / "config.yaml"))
+        return any(f".{name}".endswith(f".{key}") and value == shown for name, shown in config)
 
     def _find(self) -> list[Path]:
         found: list[Path] = []
@@ -171,6 +180,11 @@ class Dashboard:
         if known is None or known[0] != stamp:
             known = self._rows[path] = (stamp, {"run": self._name(path), **_run_row(path)})
         return known[1]
+
+
+@lru_cache(maxsize=_MAX_RUNS)
+def _lower_config(path: Path, stamp: tuple[int, int]) -> list[tuple[str, str]]:
+    return [(key.lower(), value.strip('"').lower()) for key, value in flat_config(path).items()]
 
 
 def _run_row(path: Path) -> dict[str, Any]:
@@ -370,4 +384,5 @@ _OF_ONE: Mapping[str, Callable[[OpenRun, Query], dict[str, Any]]] = {
     "sample": _sample,
     "waits": _waits,
     "trust": _trust,
+    "trace": lambda run, query: step_parts.trace(run.run_dir, query.get("step") or None)[0],
 }

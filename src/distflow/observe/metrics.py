@@ -1,7 +1,7 @@
 """The metrics of a run: the meaning and unit of each, and how its parts are combined, from the table `metrics.toml`."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from sys import intern
@@ -68,8 +68,14 @@ _LEAF = "/"  # the key of a value whose name is also the prefix of other names; 
 @lru_cache(maxsize=4096)
 def find_metric(name: str) -> Metric | None:
     """The first entry of the table that matches a name."""
-    patterns = ((".+".join(map(re.escape, metric.name.split("*"))), metric) for metric in metric_table())
-    return next((metric for pattern, metric in patterns if re.fullmatch(pattern, name)), None)
+    return next((metric for metric, fits in _patterns() if (fits(name) if fits else metric.name == name)), None)
+
+
+@cache
+def _patterns() -> list[tuple[Metric, Callable[[str], object] | None]]:
+    """The entries, with what tells whether a name is of their family."""
+    parts = [(metric, map(re.escape, metric.name.split("*"))) for metric in metric_table()]
+    return [(metric, re.compile(".+".join(each)).fullmatch if "*" in metric.name else None) for metric, each in parts]
 
 
 def headlines(values: Mapping[str, float]) -> dict[Headline, float]:
@@ -104,11 +110,18 @@ def flatten(nested: Mapping[str, object]) -> dict[str, object]:
 
 
 def _collect(nested: Mapping[str, object], start: str, found: dict[str, object]) -> None:
-    for key, value in nested.items():
-        if isinstance(value, dict) and key != _LEAF:
-            _collect(value, f"{start}{key}/", found)
+    names = _flat_names(start, tuple(nested))
+    for name, value in zip(names, nested.values(), strict=True):
+        if isinstance(value, dict) and f"{name}/" != start:
+            _collect(value, f"{name}/", found)
         else:
-            found[intern(start[:-1] if key == _LEAF else start + key)] = value  # one string for all steps
+            found[name] = value
+
+
+@lru_cache(maxsize=1024)
+def _flat_names(start: str, keys: tuple[str, ...]) -> list[str]:
+    """One string for all steps, which share most of their names."""
+    return [intern(start[:-1] if key == _LEAF else start + key) for key in keys]
 
 
 Measured = tuple[Mapping[str, float], float]

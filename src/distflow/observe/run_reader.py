@@ -3,11 +3,13 @@
 After a resume from step k, records of earlier restarts about later steps are invalid. Readers return the surviving
 timeline; events, being history, are all returned and marked."""
 
+import io
 import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from math import hypot
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -301,7 +303,7 @@ class GrowingMetrics:
             raise unreadable(path, error) from error
         whole = added.rfind(b"\n") + 1
         self._end += whole
-        lines = map(parse_object, added[:whole].splitlines())
+        lines = map(parse_object, io.BytesIO(added[:whole]))
         self._known += [record for each in lines if each and (record := _metrics_record(each))]
         return _surviving(self._known, timeline)
 
@@ -370,16 +372,19 @@ def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
     step, nested = _whole(record.get("step")), record.get("m")
     if step is None or not isinstance(nested, dict):
         return None
-    values = {
-        name: number
-        for name, value in flatten(nested).items()
-        if len(name) <= _MAX_NAME
-        and (number := value if type(value) is float and -MAX_NUMBER < value < MAX_NUMBER else to_number(value))
-        is not None
-    }
+    values: Mapping[str, Any] = flatten(nested)
+    if not _are_plain(values):
+        named = {name: to_number(value) for name, value in values.items() if len(name) <= _MAX_NAME}
+        values = {name: number for name, number in named.items() if number is not None}
     return MetricsRecord(
         step, _time(record), _whole(record.get("restart")) or 0, str(record.get("kind", "train")), values
     )
+
+
+def _are_plain(values: Mapping[str, Any]) -> bool:
+    """Whether all are finite floats under names that are short enough, as nearly always."""
+    numbers = values.values()
+    return {*map(type, numbers)} == {float} and hypot(*numbers) < MAX_NUMBER and max(map(len, values)) <= _MAX_NAME
 
 
 def _span(record: dict[str, JSON]) -> Span | None:

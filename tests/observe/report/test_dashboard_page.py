@@ -108,6 +108,29 @@ def test_a_step_appears_without_a_reload_and_the_zoom_stays(browser: Any, tmp_pa
         assert browser.complaints() == []
 
 
+def test_the_zoom_and_a_logarithmic_scale_are_in_the_address_and_come_back_with_it(
+    browser: Any, client: Client
+) -> None:
+    open_page(browser, client, "overview", run="tiny")
+    assert browser.script("location.search.includes('zoom')") is False
+    browser.script("charts[0].plot.setScale('x', { min: 3, max: 7 })")
+    wait(browser, "location.search.includes('zoom=3+to+7')")
+    chosen = "[...new Set(charts.map(({ plot }) => `${plot.scales.x.min} ${plot.scales.x.max}`))]"
+    open_page(browser, client, "overview", run="tiny", zoom="3 to 7", scale="log")
+    assert browser.script(chosen) == ["3 7"] and browser.script("location.search.includes('zoom=3+to+7')")
+    kinds = "charts.map(({ plot, spec }) => `${spec.kind} ${plot.scales.y.distr} ${plot.scales.y.min > 0}`)"
+    assert {*browser.script(kinds)} == {"line 3 true", "stack 1 false"}
+    at = "(() => { const b = charts[0].plotPlace.getBoundingClientRect(); return [b.x, b.y, b.width, b.height]; })()"
+    x, y, width, height = browser.script(at)
+    assert count(picture(browser, {"x": x, "y": y, "width": width, "height": height}), BLUE) > 60
+    assert browser.complaints() == []
+    browser.script("charts[0].plot.over.dispatchEvent(new MouseEvent('dblclick', { bubbles: true }))")
+    wait(browser, "!location.search.includes('zoom')")
+    browser.script("document.getElementById('scale').value = ''")
+    browser.script("document.getElementById('scale').dispatchEvent(new Event('change'))")
+    assert browser.script("charts[0].plot.scales.y.distr") == 1 and "scale" not in browser.script("location.search")
+
+
 def test_filters_are_in_the_address_and_come_back_with_it(browser: Any, client: Client) -> None:
     open_page(browser, client, "samples", run="tiny")
     browser.script(

@@ -329,3 +329,15 @@ def test_scalars_of_other_libraries_are_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     assert to_json({"a": numpy.float32(0.5), "b": numpy.arange(2), "c": Path("x")}) == {"a": 0.5, "b": [0, 1], "c": "x"}
     assert to_number(True) is None and to_number("1") is None and to_number("Infinity") == math.inf
+
+
+def test_numbers_that_are_no_plain_floats_are_read_beside_those_that_are(tmp_path: Path) -> None:
+    nested = '{"a": {"whole": 3, "huge": 1e301, "text": "no", "nan": "NaN", "/": {"b": 1}}, "c": 0.5, "%s": 1.0}'
+    line = '{"step": %d, "t": 1.0, "restart": 0, "kind": "train", "m": %s}\n'
+    plain = '{"a": {"b": {"c": 1.5, "/": 2.5}, "d": -1.0}}'
+    texts = [nested % ("n" * 201), plain, '{"a": 1.0, "b": 1e301}', '{"a": NaN}', "{}"]
+    (tmp_path / "metrics.jsonl").write_text("".join(line % (i, text) for i, text in enumerate(texts)))
+    odd, even, huge, nan, empty = (dict(record.values) for record in read_metrics(tmp_path))
+    assert math.isnan(odd.pop("a/nan")) and odd == {"a/whole": 3.0, "a/huge": math.inf, "c": 0.5}
+    assert even == {"a/b/c": 1.5, "a/b": 2.5, "a/d": -1.0} and huge == {"a": 1.0, "b": math.inf} and empty == {}
+    assert math.isnan(nan["a"])

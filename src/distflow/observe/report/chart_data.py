@@ -118,7 +118,7 @@ def tabulate(records: Sequence[MetricsRecord]) -> dict[int, dict[str, float]]:
     steps: dict[int, dict[str, float]] = {}
     for record in records:
         steps.setdefault(record.step, {}).update(record.values)
-    in_bytes = [name for name in {name for values in steps.values() for name in values} if unit_of(name) == "GiB"]
+    in_bytes = [name for name in set[str]().union(*steps.values()) if unit_of(name) == "GiB"]
     for values in steps.values():
         values.update({name: values[name] / 2**30 for name in in_bytes if name in values})
     return steps
@@ -162,7 +162,7 @@ def series(
     maximum. None means "not measured at this step"; the strings "NaN", "Infinity", "-Infinity" were measured. left_out:
     names of the other metrics. wanted: the metrics to take; None for all. table: of the steps, if it is known.
     """
-    names = sorted({name for values in steps.values() for name in values} if wanted is None else wanted)
+    names = sorted(set[str]().union(*steps.values()) if wanted is None else wanted)
     shown, left_out = names[:MAX_SERIES], names[MAX_SERIES:]
     max_points = min(max_points, max_values // max(len(shown), 1))
     order = sorted(steps)

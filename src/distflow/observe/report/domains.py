@@ -32,7 +32,7 @@ def domain_table(steps: Steps) -> list[dict[str, Any]]:
     at the first and the last validation; `best` is pass@k for the largest k. calls: of reward functions in training;
     errors, timeouts: of these. dropped: groups by reason. None: not measured.
     """
-    names = _find(name for values in steps.values() for name in values)
+    names = _find(set[str]().union(*steps.values()))
     if not names.domains:
         return []
     found: dict[str, list[float]] = {}

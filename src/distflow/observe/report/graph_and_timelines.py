@@ -321,7 +321,17 @@ _Windows = Mapping[int, tuple[float, float]]  # by step: when it began and ended
 
 
 def write_trace(run_dir: Path, steps: str | None, target: Path) -> tuple[int, int]:
-    """steps: "12", "10-14", or None for the last few. Returns the first and the last step that the file has."""
+    """Returns the first and the last step that the file has."""
+    content, windows = trace(run_dir, steps)
+    try:
+        write_atomically(target, encode(content))
+    except OSError as error:
+        raise UserError(f"the trace {target} cannot be written: {error.strerror}") from error
+    return min(windows), max(windows)
+
+
+def trace(run_dir: Path, steps: str | None) -> tuple[dict[str, list[_Json]], _Windows]:
+    """A Chrome trace, and the windows of the steps that it has. steps: "12", "10-14", or None for the last few."""
     timeline, num_files = reader.read_timeline(run_dir), len([*(run_dir / "spans").glob("*.jsonl")])
     happened, metrics = reader.read_events(run_dir, timeline), reader.read_metrics(run_dir, timeline)
     spans = {
@@ -345,11 +355,7 @@ def write_trace(run_dir: Path, steps: str | None, target: Path) -> tuple[int, in
             events.append(_event("M", kind, begin, pid=worker, tid=track, args={"name": name}))
     for event in (event for event in happened if begin <= event.t <= end and not event.rolled_back):
         events.append(_event("i", event.kind, event.t, s="g", args={"message": event.message}))
-    try:
-        write_atomically(target, encode({"traceEvents": [*events, *_counters(run_dir, metrics, windows)]}))
-    except OSError as error:
-        raise UserError(f"the trace {target} cannot be written: {error.strerror}") from error
-    return min(windows), max(windows)
+    return {"traceEvents": [*events, *_counters(run_dir, metrics, windows)]}, windows
 
 
 def _event(phase: str, name: str, start: float, end: float | None = None, **fields: Any) -> _Json:

@@ -10,9 +10,11 @@ alarm.
 import math
 import re
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import islice
 from typing import Literal
 
 from distflow.errors import UserError
@@ -41,11 +43,11 @@ class History:
         self.config = config
         self.step, self.metrics = -1, dict[str, float]()
         self.window: dict[int, Mapping[str, float]] = {}
-        self._recent: dict[str, deque[float]] = {}
-        self._first: dict[str, list[float]] = {}
+        self._recent: defaultdict[str, deque[float]] = defaultdict(partial(deque, maxlen=_RECENT))
+        self._first: defaultdict[str, list[float]] = defaultdict(list)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        phases = [v for name, v in metrics.items() if re.fullmatch(r"memory/process/(?!peak).+", name)]
+        phases = [metrics[name] for name in _fitting(tuple(metrics), r"memory/process/(?!peak).+")]
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         finite |= {"memory/process": max(phases)} if phases else {}
         before = self.metrics if step == self.step else {}
@@ -54,9 +56,9 @@ class History:
         if len(self.window) > MANY_STEPS:
             del self.window[min(self.window)]
         for name, value in finite.items():
-            self._recent.setdefault(name, deque(maxlen=_RECENT)).append(value)
-            if len(first := self._first.setdefault(name, [])) < _FIRST:
-                first.append(value)
+            self._recent[name].append(value)
+            if len(self._recent[name]) <= _FIRST:
+                self._first[name].append(value)
 
     def now(self, name: str, default: float = math.nan) -> float:
         """The metric at this step."""
@@ -64,7 +66,12 @@ class History:
 
     def last(self, name: str, number: int = _RECENT) -> list[float]:
         """Its last values, at most 100, this step's included."""
-        return list(self._recent.get(name, ()))[-number:]
+        values = self._recent.get(name, ())
+        return list(islice(values, max(len(values) - number, 0), None))
+
+    def named(self, pattern: str) -> list[str]:
+        """The metrics of this step that fit a pattern with "*"."""
+        return _fitting(tuple(self.metrics), ".+".join(map(re.escape, pattern.split("*"))))
 
     def first(self, name: str) -> float:
         """The mean of its first 20 values, or fewer."""
@@ -112,19 +119,16 @@ class StepRule:
 
     def numbers(self, history: History) -> dict[str, float] | None:
         """The metrics that it needs; None if one is missing, or has too few values."""
-        found = [
-            [name for name in history.metrics if _matches(name, need)]
-            if "*" in need
-            else [need] * (need in history.metrics)
-            for need in self.needs
-        ]
+        found = [history.named(need) if "*" in need else [need] * (need in history.metrics) for need in self.needs]
         if not all(found) or found and len(history.last(found[0][0])) < min(self.enough, _RECENT):
             return None
         return {name: history.metrics[name] for names in found for name in names}
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return bool(re.fullmatch(".+".join(map(re.escape, pattern.split("*"))), name))
+@lru_cache(maxsize=256)
+def _fitting(names: tuple[str, ...], pattern: str) -> list[str]:
+    """Those that fit a regular expression. Most steps have the same names."""
+    return list(filter(re.compile(pattern).fullmatch, names))
 
 
 STEP_RULES: dict[str, StepRule] = {}
@@ -330,7 +334,7 @@ def _hacking(h: History) -> str | None:
         return (
             f"The reward rises, while the validation accuracy fell from {max(accuracies):.3f} to {accuracies[-1]:.3f}."
         )
-    parts = {name: h.drift(name) for name in h.metrics if re.fullmatch(r"reward/.+/mean", name)}
+    parts = {name: h.drift(name) for name in h.named("reward/*/mean")}
     if parts and min(parts.values()) < -DRIFT and max(parts.values()) > DRIFT:
         up, down = max(parts, key=parts.__getitem__), min(parts, key=parts.__getitem__)
         return f"The reward rises by {up}, while {down} falls."
@@ -429,7 +433,7 @@ def _too_large(h: History) -> str | None:
     enough=8,
 )
 def _sick(h: History) -> str | None:
-    speeds = {name: h.now(name) for name in h.metrics if _matches(name, "rollout_server/*/tokens_per_s")}
+    speeds = {name: h.now(name) for name in h.named("rollout_server/*/tokens_per_s")}
     slowest, middle = min(speeds, key=speeds.__getitem__), statistics.median(speeds.values())
     if speeds[slowest] >= 0.7 * middle:
         return None

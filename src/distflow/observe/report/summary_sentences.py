@@ -89,7 +89,9 @@ class Accuracy:
 
 def find_accuracy(records: Sequence[MetricsRecord], num_problems: int | None) -> Accuracy | None:
     """The overall accuracy on validation problems if the run measured it."""
-    names = {name for record in records for name in record.values if name.startswith("val_correct/")}
+    names = [
+        name for name in set[str]().union(*(record.values for record in records)) if name.startswith("val_correct/")
+    ]
     if not names:
         return None
     name = ACCURACY if ACCURACY in names else min(names, key=lambda name: (not name.endswith("/mean"), name))
@@ -154,7 +156,7 @@ def _learned_by_curve(values: Sequence[float], word: str, sign: int, steps: Step
     spread = sum((v - before) ** 2 for v in first) + sum((v - after) ** 2 for v in last)
     noise = 2 * math.sqrt(spread / max(2 * size - 2, 1) * 2 / size)
     moved = f"the {word} was {before:.3g} over the first {size} steps and is {after:.3g} over the last {size}"
-    has_validation = any(name.startswith("val_correct/") for values in steps.values() for name in values)
+    has_validation = any(name.startswith("val_correct/") for name in set[str]().union(*steps.values()))
     caveat = " Nothing was measured on validation problems." if word == "reward" and not has_validation else ""
     if abs(after - before) <= noise:
         return Finding("flat", f"No clear change: {moved}.{caveat}")

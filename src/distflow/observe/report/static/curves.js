@@ -4,6 +4,7 @@ const NUM_COLORS = 12;
 const FEW_POINTS = 25; // a curve of so few is drawn with its points and never smoothed
 const charts = [];
 const sync = uPlot.sync("run");
+let zoom = null; // from where to where along the axis, if not everything is shown
 
 // Columns of a chart: only the steps that one of its metrics was measured at. A step without a measurement is
 // `undefined` (joined over), a measurement that is not finite is `null` (a gap) and gets a mark.
@@ -111,11 +112,17 @@ class Chart {
     return { width: Math.max(this.plotPlace.clientWidth, 120), height: 210 };
   }
 
+  // A value that is not above 0 is a gap then. Layers of a stack cannot be added up by eye on such a scale.
+  isLog() {
+    return byId("scale").value === "log" && this.spec.kind === "line" && this.columns.y.some((values, s) => this.shown[s] && values.some((value) => value > 0));
+  }
+
   // With smoothing, a faint raw line stays under each smoothed one.
   drawn() {
     const { x, y } = this.columns;
     const weight = Number(byId("smoothing").value);
-    const visible = (values, s) => (this.shown[s] ? values : values.map(() => undefined));
+    const isLog = this.isLog();
+    const visible = (values, s) => values.map((value) => (!this.shown[s] ? undefined : isLog && value <= 0 ? null : value));
     if (this.spec.kind === "stack") {
       const smoothed = y.map((values) => smooth(values, weight));
       const stacked = stack(smoothed, this.shown);
@@ -143,11 +150,12 @@ class Chart {
   redraw() {
     const { data: drawn, lines } = this.drawn();
     this.plot?.destroy();
-    const isStack = this.spec.kind === "stack";
+    const [isStack, isLog] = [this.spec.kind === "stack", this.isLog()];
     const axis = { stroke: css("--muted"), grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
     const range = (plot, low, high) => {
       if (low === null || high === null) return [0, 1];
       if (isStack) return [0, high * 1.05 || 1];
+      if (isLog) return [Number((low * 0.95).toExponential(1).replace(/\.\d/, "")), high * 1.2]; // from a tick below the lowest
       for (const [s, bars] of this.columns.bars.entries()) {
         for (const bar of this.shown[s] && bars ? bars : []) if (bar) [low, high] = [Math.min(low, bar[0]), Math.max(high, bar[1])];
       }
@@ -162,16 +170,16 @@ class Chart {
       ...this.size(),
       legend: { show: false },
       cursor: { sync: { key: "run", setSeries: false }, y: false, points: { size: 6 }, drag: { x: true, y: false } },
-      scales: { x: { time: false, ...(first === last ? { range: () => [first - 1, first + 1] } : {}) }, y: { range } },
+      scales: { x: { time: false, ...(first === last ? { range: () => [first - 1, first + 1] } : zoom ? { min: zoom[0], max: zoom[1] } : {}) }, y: { range, distr: isLog ? 3 : 1 } },
       axes: [
         { ...axis, size: 26, gap: 4, space: 60, ...(byId("axis").value !== "step" ? {} : { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000, 1000000] }) },
-        { ...axis, size: 52, gap: 4, space: 34, values: (_, ticks) => ticks.map(number) },
+        { ...axis, size: 52, gap: 4, space: 34, values: (_, ticks) => ticks.map((tick) => tick === null ? "" : number(tick)) },
       ],
       series: [{}, ...lines.map((line) => ({
         stroke: line.color, width: line.width, fill: line.fill ? line.color : undefined,
         points: { show: Boolean(line.points), size: 6, fill: line.color },
       }))],
-      hooks: { setCursor: [(plot) => this.readOut(plot)], draw: [(plot) => this.bars(plot), (plot) => this.mark(plot)] },
+      hooks: { setCursor: [(plot) => this.readOut(plot)], setScale: [(plot, key) => key === "x" && this.keepZoom(plot.scales.x)], draw: [(plot) => this.bars(plot), (plot) => this.mark(plot)] },
     };
     this.plot = new uPlot(options, drawn, this.plotPlace);
     this.readOut(this.plot);
@@ -179,15 +187,21 @@ class Chart {
 
   // New data, with the zoom kept.
   update() {
-    const { min, max } = this.plot.scales.x;
     const { x: before } = this.columns;
     this.columns = columns(this.spec.names);
     const { data: drawn } = this.drawn();
     if (before.length < 2 || drawn.length !== this.plot.series.length) return this.redraw();
-    const isZoomed = min > before[0] || max < before.at(-1);
-    this.plot.setData(drawn, !isZoomed);
-    if (isZoomed) this.plot.setScale("x", { min, max });
+    this.plot.setData(drawn, !zoom);
+    if (zoom) this.plot.setScale("x", { min: zoom[0], max: zoom[1] });
     this.readOut(this.plot);
+  }
+
+  keepZoom({ min, max }) {
+    const { x } = this.columns;
+    const now = x.length < 2 || (min === x[0] && max === x.at(-1)) ? null : [min, max];
+    if (x.length < 2 || String(now) === String(zoom)) return;
+    zoom = now;
+    keepState({ zoom: zoom ? zoom.join(" to ") : "" });
   }
 
   // The legend shows the values under the cursor, or the last ones.
@@ -309,10 +323,14 @@ function startTools() {
   const axes = Object.keys(data.series.axes);
   byId("axis").append(...axes.map((name) => el("option", { value: name }, name)));
   byId("axis").value = axes.includes(state("axis")) ? state("axis") : "step";
+  byId("scale").value = state("scale") === "log" ? "log" : "";
   byId("smoothing").value = state("smoothing") || (data.series.x.length > 40 ? "0.6" : "0");
-  for (const tool of [byId("axis"), byId("smoothing")]) {
+  const ends = state("zoom").split(" to ").map(Number);
+  if (ends.length === 2 && ends[0] < ends[1]) zoom = ends;
+  for (const tool of [byId("axis"), byId("smoothing"), byId("scale")]) {
     tool.addEventListener("change", () => {
-      keepState({ [tool.id]: tool.value });
+      if (tool.id === "axis") zoom = null;
+      keepState({ [tool.id]: tool.value, zoom: zoom ? zoom.join(" to ") : "" });
       for (const chart of charts) {
         chart.columns = columns(chart.spec.names);
         chart.redraw();

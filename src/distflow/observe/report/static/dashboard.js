@@ -35,6 +35,7 @@ function sparkline(values) {
   return svg("svg", { width: 80, height: 20, class: "spark", role: "img", "aria-label": `from ${number(known[0])} to ${number(known.at(-1))}` }, svg("polyline", { points: points.join(" ") }));
 }
 
+const traceLink = (label, step = "") => el("a", { class: "button", download: `trace${step && `-step-${step}`}.json`, href: `${data.api}trace?${inAddress({ run: data.runs, step })}` }, label);
 const stepLink = (step) => el("a", { href: address("step", { step }) }, String(step));
 const choice = (label, options, value, onchange) => {
   const select = el("select", { onchange }, ...options.map(([name, text]) => el("option", { value: name }, inert(text))));
@@ -45,7 +46,7 @@ const choice = (label, options, value, onchange) => {
 // Which run?
 function showRuns() {
   const chosen = new Set(state("chosen") ? state("chosen").split("\n") : []);
-  const search = el("input", { type: "search", placeholder: "name or state", oninput: () => { keepState({ text: search.value, page: "" }); read(); } });
+  const search = el("input", { type: "search", placeholder: "name, state or key=value", oninput: () => { keepState({ text: search.value, page: "" }); read(); } });
   search.value = state("text");
   const place = el("div", {});
   const both = el("span", { class: "choices" });
@@ -143,7 +144,7 @@ function showStepPage() {
     const links = [["prev", found.previous, "← previous"], ["next", found.next, "next →"]].filter(([, step]) => step !== null)
       .map(([rel, step, label]) => el("a", { rel, class: "button", href: address("step", { step }) }, label));
     own.replaceChildren(el("div", { class: "row" }, el("h3", {}, `Step ${found.step}`), el("span", { class: "choices" }, ...links,
-      el("a", { class: "button", href: address("samples", { step: `train ${found.step}` }) }, "its samples"))),
+      el("a", { class: "button", href: address("samples", { step: `train ${found.step}` }) }, "its samples"), ...(found.timelines.length ? [traceLink("its Chrome trace", found.step)] : []))),
       ...found.head.map((line) => el("p", { class: "lead" }, inert(line))),
       ...(found.phases.length ? plainTable("Seconds of its phases, beside the plan", found.phases) : []),
       ...plainTable(found.groups.length ? "Groups that it trained on" : "No group is known", found.groups), ...plainTable(found.dropped_note, found.dropped));
@@ -199,7 +200,7 @@ function showSample() {
 function showTime() {
   const refresh = () => {
     const drawn = readCurves("time");
-    load("waits", {}, (found) => own.replaceChildren(
+    load("waits", {}, (found) => own.replaceChildren(el("p", { class: "choices" }, traceLink("Chrome trace of the last steps")),
       ...plainTable(found.waits.length ? "Who waits for whom, in seconds" : "No wait was recorded", found.waits),
       ...plainTable(found.phases.length ? "Seconds of a step: predicted and measured (medians)" : "plan.json has no prediction", found.phases)));
     return drawn;
@@ -257,6 +258,7 @@ function showSql() {
   const answer = el("div", {});
   const ask = () => {
     keepState({ query: box.value });
+    zoom = null;
     load("sql", { query: box.value }, (found) => {
       const rows = found.rows.map((row) => Object.fromEntries(found.columns.map((name, i) => [name, row[i] !== null && typeof row[i] === "object" ? JSON.stringify(row[i]) : row[i]])));
       const [first, ...others] = found.columns;
