@@ -40,7 +40,8 @@ def test_rows_without_an_answer_are_counted(tmp_path: Path, capsys: pytest.Captu
     ("arguments", "message"),
     [
         (("format", *DATA), "does not compare with the row's answer"),
-        (("no_such.py", *DATA), "no_such.py"),
+        (("no_such.py", *DATA), "there is no file 'no_such.py': name the file with the reward function"),
+        ((f"{__file__}:no_such", *DATA), f"the reward functions ({__file__}:no_such) cannot be loaded: "),
         ((str(Path(__file__).parent), *DATA), "is a folder: name a file in it, e.g. "),
         (("math", "--data", "no_such.jsonl"), "no_such.jsonl"),
         (("math", *DATA, "--answer-key", "label"), "'label'"),

@@ -93,7 +93,7 @@ def test_the_config_the_first_difference_and_what_noise_explains(
 def test_a_folder_that_is_no_run_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other").mkdir()
     assert main(["diff", str(compared_run(tmp_path / "a", 0)), str(tmp_path / "other")]) == 2
-    assert "other is not a run's folder: it has no file events.jsonl" in capsys.readouterr().err
+    assert "other is not a run's folder: it has no file events.jsonl; if a run is starting" in capsys.readouterr().err
 
 
 def test_the_first_group_token_and_tensor_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,7 @@ def find_run(run_dir: str | None) -> Path:
     if not found.is_dir():
         raise UserError(f"there is no folder {found}: name the run's folder")
     if not any((found / name).exists() for name in ("events.jsonl", "run.json", "metrics.jsonl", LEDGER)):
-        raise UserError(f"{found} is not a run's folder: it has no file events.jsonl")
+        raise UserError(f"{found} is not a run's folder: it has no file events.jsonl; if a run is starting, try later")
     return found
 
 

@@ -83,7 +83,10 @@ def run_reward(arguments: argparse.Namespace) -> int:
     else:
         functions = {"it": target, PROBE: probe_target(target, network=True)}
         settings = PoolSettings(functions, arguments.workers, arguments.timeout)
-    pool = RewardPool(settings)
+    try:
+        pool = RewardPool(settings)
+    except UserError as error:  # no config names the function here
+        raise UserError(str(error).replace("; see custom_reward_function.path and reward.functions", "")) from error
     try:
         if arguments.label_key is not None:
             agreement = asyncio.run(measure_agreement(pool, "it", rows, labels, arguments.right_from))
@@ -137,6 +140,8 @@ def _target(name: str, has_responses: bool) -> str:
     path, _, function = name.partition(":")
     if Path(path).is_dir() and (files := sorted(Path(path).glob("*.py"))):
         raise UserError(f"'{path}' is a folder: name a file in it, e.g. {files[0]}")
+    if path.endswith(".py") and not Path(path).expanduser().is_file():
+        raise UserError(f"there is no file '{path}': name the file with the reward function; see {Path.cwd()}")
     return custom_target(path, function or "compute_score")
 
 

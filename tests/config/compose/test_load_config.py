@@ -204,7 +204,7 @@ def test_remote_code_runs_from_a_folder_or_a_pinned_revision(tmp_path):
     path, revision = "actor_rollout_ref.model.path", "actor_rollout_ref.model.revision"
     assert load_config("grpo", [*GOOD, trust, f"{path}='{tmp_path}'"])
     assert load_config("grpo", [*GOOD, trust, f"{path}=org/name", f"{revision}=9f8e7d6c5b"])
-    assert problems_of("grpo", [*GOOD, trust, f"{path}=builtin:x", f"{revision}=9f8e7d6c5b"])
+    assert load_config("grpo", [*GOOD, trust, f"{path}=builtin:tiny-arithmetic"])  # it comes with no code of others
 
 
 # Broken files: (text, place, what is said)
@@ -212,6 +212,7 @@ BROKEN = {
     "an unknown key": (BASE + "trainer:\n  sede: 1\n", ("trainer.sede", "run.yaml:4"), "did you mean trainer.seed?"),
     "an unknown group": (BASE + "trainr:\n  seed: 1\n", ("trainr", "run.yaml:3"), "no such key"),
     "a wrong type": (BASE + "trainer:\n\n  seed: one\n", ("trainer.seed", "run.yaml:5"), "'one'"),
+    "no value": (BASE + "trainer: {seed: null}\n", ("trainer.seed", "run.yaml:3"), "remove the key to use its default"),
     "a quoted number": (BASE + "trainer: {seed: '1'}\n", ("trainer.seed", "run.yaml:3"), "without quotes"),
     "a value for a group": (BASE + "trainer: 5\n", ("trainer", "run.yaml:3"), "group of keys"),
     "an empty group": (BASE + "trainer:\n", ("trainer", "run.yaml:3"), "group of keys"),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -331,6 +332,17 @@ def test_torn_files_and_a_killed_run(tmp_path: Path) -> None:
     assert torn["unknown: unknown"] == whole["busy: train_step"] / 4 and torn["busy: train_step"] == 12.0
     (tmp_path / "run" / "spans" / "training.jsonl").unlink()
     assert sum(each.seconds for each in read_charges(tmp_path / "run")) == pytest.approx(40)
+
+
+def test_unknown_time_is_found_unless_steps_are_short(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 0, range(1, 13), 1000.0, "finished")
+    for name in ("engine", "rollout", "reward"):
+        (tmp_path / "run" / "spans" / f"{name}.jsonl").unlink()
+    run = records_of(tmp_path / "run")
+    assert by_cause(run.charges)["unknown: unknown"] == 72.0
+    assert "unaccounted-time" in {each.rule for each in examine(run).findings}
+    short = replace(run, charges=[each._replace(seconds=each.seconds / 100) for each in run.charges])
+    assert "unaccounted-time" not in {each.rule for each in examine(short).findings}
 
 
 def test_why_the_report_and_sql_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,7 +214,8 @@ def _convert_scalar(value: object, wanted: object) -> object:
         return int(value)
     if wanted in (int, float) and isinstance(value, str) and _EXPONENT.fullmatch(value):
         return _convert_scalar(float(value), wanted)
-    raise Mismatch(f"is {show(value)}, not of type {type_name(wanted)}", _advise(value, wanted))
+    or_default = ", or remove the key to use its default" if value is None else ""
+    raise Mismatch(f"is {show(value)}, not of type {type_name(wanted)}", _advise(value, wanted) + or_default)
 
 
 _IN_WORDS: dict[object, str] = {int: "a whole number", float: "a number", str: "a text"}

@@ -39,7 +39,7 @@ def remote_code(config: Config) -> Iterator[Finding]:
     path = Path(model.path or "").expanduser()  # an absolute one is a folder, of this machine or of another
     if not model.trust_remote_code or not model.path or path.is_dir() or path.is_absolute():
         return
-    if model.revision is not None and _COMMIT.fullmatch(model.revision) and not model.path.startswith("builtin:"):
+    if model.path.startswith("builtin:") or (model.revision is not None and _COMMIT.fullmatch(model.revision)):
         return
     yield Finding(
         (f"{MODEL}.trust_remote_code", f"{MODEL}.path", f"{MODEL}.revision"),

@@ -345,7 +345,8 @@ def unaccounted(run: RunRecords) -> Finding | None:
     """Time in which it is unknown what a device did."""
     total = sum(charge.seconds for charge in run.charges)
     unknown = sum(charge.seconds for charge in run.charges if charge.kind == invoice.UNKNOWN) / (total or 1.0)
-    if unknown <= invoice.MOST_UNKNOWN:
+    is_short = total < _SHORT_S * len({(charge.step, charge.device) for charge in run.charges})
+    if unknown <= invoice.MOST_UNKNOWN or is_short:  # between the spans of short steps much time passes
         return None
     text = f"Of the devices' time {unknown:.0%} is unaccounted for: no span in spans/ covers it."
     advice = "Spans were lost with a process, or its clock was set."

@@ -88,7 +88,7 @@ class Chart {
     const sure = this.columns.bars.some(Boolean) ? " Bars: 95 % Wilson interval, as of independent problems." : "";
     this.figure = el("figure", { class: "chart" },
       el("div", { class: "head" }, el("h3", {}, inert(spec.question)), el("span", { class: "unit" }, spec.unit)),
-      this.plotPlace, legend, el("figcaption", {}, spec.kind === "stack" ? "the phases on top of each other" : doc ? inert(`${this.labels[0]}: ${doc}.`) : "", sure,
+      this.plotPlace, legend, el("figcaption", {}, spec.kind === "stack" ? "the phases, stacked" : doc ? inert(`${this.labels[0]}: ${doc}.`) : "", sure,
         this.columns.marks.length ? el("span", { class: "bad" }, ` × ${this.columns.marks.length} not finite`) : ""));
     this.plotPlace.append(this.at);
     place.append(this.figure);
