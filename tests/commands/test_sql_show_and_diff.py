@@ -4,6 +4,7 @@ import json
 import random
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from distflow.cli import main
 from distflow.commands.sql_show_and_diff import _difference
 from distflow.data.batch import Batch
 from distflow.observe.writing.run_folder import RunFolder
+from distflow.planning.plan import RankPlan
 from distflow.runtime.run_reporter import keep_groups
 from tests.commands.test_export_replay_report_why import HOSTILE, write_run
 
@@ -149,6 +151,18 @@ def test_equal_runs_seldom_differ_also_if_their_steps_are_correlated(correlation
     assert sum(bool(found and found["differs"]) for found in pairs) <= most
     shifted = [_difference(series(2 * i), [v + 6 for v in series(2 * i + 1)]) for i in range(20)]
     assert sum(bool(found and found["differs"]) for found in shifted) >= 18
+
+
+@pytest.mark.parametrize("generates", [True, False])
+def test_a_run_on_given_texts_is_watched_without_words_of_rollouts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], generates: bool
+) -> None:
+    with RunFolder(tmp_path, 0) as run:
+        rank = RankPlan(0, "cpu", (), ("actor_train",), ("rollout", "actor") if generates else ("actor",), ())
+        run.write_json("plan.json", {"ranks": [asdict(rank)]})
+        run.metrics(1, "train", {"sft/loss": 1.5, "rollout/truncated": 0.0})
+        (line,) = printed(capsys, "watch", tmp_path, "--once")
+    assert "1.5" in line and ("truncated" in line) == generates
 
 
 def test_a_run_is_watched_until_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

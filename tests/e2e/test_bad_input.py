@@ -290,7 +290,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(ground: Playground, capsys
     capsys.readouterr()
     assert train(ground, *saving) == 0
     out = capsys.readouterr().out
-    assert "step-000002 is damaged (actor.safetensors does not match its checksum): resuming from step 1 instead" in out
+    assert "step-000002 is damaged (actor.safetensors does not match its checksum): using step 1 instead" in out
     again = CheckpointStore(checkpoints).load()
     assert (again.path / "actor.safetensors").read_bytes() == (
         ground.folder / "copy" / "actor.safetensors"

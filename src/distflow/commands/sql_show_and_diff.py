@@ -363,7 +363,10 @@ def run_watch(arguments: argparse.Namespace) -> int:
     total, title = run.get("total_steps"), str(run.get("experiment") or run_dir)
     records, shown = read_metrics(run_dir), set[tuple[int, str]]()
     now = [records[0].t if records else time.time()]  # of the record that is shown; what comes later happens now
-    view = TerminalView(title, total if isinstance(total, int) else 0, clock=lambda: now[0] or time.time())
+    ranks = read_object(run_dir / "plan.json", run_dir).get("ranks")
+    generates = not isinstance(ranks, list) or '"rollout"' in json.dumps(ranks)
+    num_steps = total if isinstance(total, int) else 0
+    view = TerminalView(title, num_steps, clock=lambda: now[0] or time.time(), generates=generates)
     try:
         while True:
             for record in (record for record in records if (record.step, record.kind) not in shown):

@@ -464,6 +464,18 @@ def cut_short(path: Path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def test_a_checkpoint_of_another_format_is_passed_over_and_named_so(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    save(store, 1, parts_of(1))
+    with monkeypatch.context() as later:
+        later.setattr(checkpoint_files, "FORMAT", 2)
+        save(store, 2, parts_of(2))
+    checkpoint = store.load()
+    assert_whole(checkpoint, 1)
+    assert "manifest.json has format 2, and this version of distflow reads 1" in checkpoint.message
+    assert "checksum" not in checkpoint.message
+
+
 DAMAGES = [flip_a_bit, cut_short, Path.unlink, lambda path: path.write_bytes(b"")]
 
 
@@ -477,7 +489,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_user_told(tmp_path, 
     checkpoint = store.load()
     assert_whole(checkpoint, 2)
     assert "step-000003 is damaged" in checkpoint.message and name in checkpoint.message
-    assert "resuming from step 2" in checkpoint.message
+    assert "using step 2 instead" in checkpoint.message
     with pytest.raises(CheckpointError, match="step-000003 is damaged.*step-000002"):
         store.load(tmp_path / "step-000003")
 

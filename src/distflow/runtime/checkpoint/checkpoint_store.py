@@ -282,7 +282,7 @@ class CheckpointStore:
                 faults.append(f"{path} is damaged ({err})")
                 continue
             if faults:
-                return replace(checkpoint, message=f"{'; '.join(faults)}: resuming from step {checkpoint.step} instead")
+                return replace(checkpoint, message=f"{'; '.join(faults)}: using step {checkpoint.step} instead")
             return checkpoint
         if faults:
             raise CheckpointError(

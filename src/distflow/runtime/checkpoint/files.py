@@ -219,8 +219,10 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         body = json.loads(read_file(folder / MANIFEST, folder, _MAX_MANIFEST_BYTES))
         digest = body.pop("sha256")
-        if digest != _digest(body) or body.pop("format") != FORMAT:
+        if digest != _digest(body):
             raise DamagedError(f"{MANIFEST} does not match its own checksum")
+        if (found := body.pop("format")) != FORMAT:
+            raise DamagedError(f"{MANIFEST} has format {found!r}, and this version of distflow reads {FORMAT}")
         files = {name: FileEntry(**entry) for name, entry in body.pop("files").items()}
         if any(name != Path(name).name for name in files):
             raise DamagedError(f"{MANIFEST} names files of another folder")
