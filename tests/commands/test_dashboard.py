@@ -295,6 +295,15 @@ def test_samples_are_sorted_filtered_and_paged_as_in_a_report(client: Client) ->
     assert found["total"] == 12
     assert ask(which="equal")["total"] + ask(which="mixed")["total"] <= summary["num_shown"]
     assert ask(text="nowhere")["total"] == 0
+    found = ask(where="response = 'the answer is 13' and advantage > 0 -- as trained on", step="train 3")
+    assert [group["name"] for group in found["groups"]] == ["303"] and ask(where="response_length > 1e6")["total"] == 0
+    for wrong in (
+        "nothing > 1",
+        "true) group by all; drop table samples; select (1",
+        "response in (select * from '/etc/passwd')",
+    ):
+        status, _, text = client.ask(f"/api/groups?{urlencode({'run': TINY, 'where': wrong})}")
+        assert status == 400 and json.loads(text)["error"], wrong
     pages = [ask(page=page)["groups"] for page in range(4)]
     places = [(group["split"], group["step"], group["first"]) for page in pages for group in page]
     assert len(places) == len(set(places)) == min(everything["total"], 80)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from distflow.commands.run_sql import MAX_ROWS, query_runs
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON, encode, parse_object
 from distflow.observe.report.samples import SampleGroup, sample_groups
@@ -163,6 +164,9 @@ class SamplesIndex:
     def groups(self, query: Mapping[str, str]) -> dict[str, Any]:
         """A page of the groups that fit. Raises UserError for a wrong number."""
         conditions, values = _conditions(query)
+        if where := query.get("where", ""):
+            conditions.append("concat_ws(' ', step, split, name) in (select unnest(?))")
+            values.append(self._where(where))
         order = (
             f"{_SORTS.get(query.get('sort', ''), 'step')} {'asc' if query.get('down') == '0' else 'desc'} nulls last"
         )
@@ -173,6 +177,14 @@ class SamplesIndex:
         limits = f"order by {order}, step desc, first limit {ROWS_OF_PAGE} offset {start}"
         rows = cursor.execute(f"select {', '.join(names)} {chosen} {limits}", values).fetchall()
         return {"total": total, "groups": [_group(dict(zip(names, row, strict=True))) for row in rows]}
+
+    def _where(self, condition: str) -> list[str]:
+        """The groups with a sample that fits a condition of SQL. Raises UserError if it is wrong, or too many fit."""
+        select = r"select distinct step, split, regexp_replace(uid, '-[^-]*$', '') from samples"
+        answer = query_runs([self._run_dir], f"{select} where (\n{condition}\n)")
+        if answer.is_cut:
+            raise UserError(f"more than {MAX_ROWS:,} groups have such a sample: narrow the condition")
+        return [" ".join(map(str, row)) for row in answer.rows]
 
     def group(self, query: Mapping[str, str]) -> dict[str, Any]:
         """One group with all that is shown of it. Raises UserError if it is not there."""

@@ -146,6 +146,12 @@ def test_filters_are_in_the_address_and_come_back_with_it(browser: Any, client: 
     wait(browser, "document.querySelectorAll('tr.more .one').length === 4")
     assert "the answer is 13" in browser.script("document.querySelector('tr.more').textContent")
     assert browser.script("document.querySelector('tr.more a').textContent") == "303-0"
+    browser.script(
+        "(() => { const box = document.querySelector('.filters').elements.where; box.value = 'score > 7';"
+        " box.dispatchEvent(new Event('input', { bubbles: true })); box.dispatchEvent(new Event('change')); })()"
+    )
+    wait(browser, "document.querySelector('.count').textContent === 'No group fits these filters.'")
+    assert "where=score+%3E+7" in browser.script("location.search")
 
 
 def test_pages_rows_and_the_search_are_reached_by_keys(browser: Any, client: Client) -> None:
