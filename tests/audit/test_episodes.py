@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from distflow.environments import environment_workflow
+from distflow.environments.chat import Chat
 from distflow.environments.turn_encoding import TurnTokens
 from distflow.environments.user_process import UserProcess
 from distflow.errors import TrustError
@@ -17,6 +18,7 @@ from distflow.pipelines.nodes import rollout_reward_filter, workflow_rollout
 from distflow.rewards.router import RewardRouter
 from distflow.scheduling.curriculum_and_difficulty_filter import Skips
 from tests.e2e.runs import REWARD, Playground
+from tests.environments.test_tool_workflow import Callers
 from tests.environments.test_training import Games
 from tests.rewards.test_judge_reward import reward_result
 from tests.rewards.test_judge_reward import server as server
@@ -205,3 +207,58 @@ def test_replies_with_more_tokens_than_were_asked_for(tmp_path: Path, monkeypatc
     monkeypatch.setattr(workflow_rollout.EpisodeRequests, "ask", planted)
     with pytest.raises(TrustError, match=r"\(episodes\): a reply of sample \S+ has 5 tokens, but the workflow asked"):
         playground.run("grpo", f"{WORKFLOW}={tmp_path}/flows.py:scored", *SHORT)
+
+
+def swapped(texts: list[str], kept: list[str]) -> list[str]:
+    return texts[::-1]
+
+
+def of_before(texts: list[str], kept: list[str]) -> list[str]:
+    kept[:] = kept or texts[:1]
+    return [*kept, *texts[1:]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", [swapped, of_before, None])
+def test_answers_of_other_tool_calls(tmp_path: Path, monkeypatch: Patch, plant: Any) -> None:
+    original, kept = Chat.ask, dict[int, list[str]]()
+
+    async def ask(self: Chat, said: Any, **options: Any) -> Any:
+        if plant is not None and isinstance(said, list) and said[0]["role"] == "tool":
+            texts = plant([each["content"] for each in said], kept.setdefault(id(self), []))
+            said = [{**each, "content": text} for each, text in zip(said, texts, strict=True)]
+        return await original(self, said, **options)
+
+    monkeypatch.setattr(Chat, "ask", ask)
+    keys = (
+        f"actor_rollout_ref.model.path={tmp_path}/caller",
+        "actor_rollout_ref.model.init=random",
+        f"{WORKFLOW}=tools",
+    )
+    tools = f"{WORKFLOW}_kwargs={{tools: [calculator], max_turns: 3, format: hermes}}"
+    more = ("data.max_response_length=160", "data.max_prompt_length=32", f"{WORKFLOW}=tools")
+    with (
+        pytest.raises(TrustError, match=r"\(episodes\): a call of tool .* was answered .* in sample")
+        if plant
+        else nullcontext()
+    ):
+        Callers(tmp_path).run("grpo", *CHAT, *keys, tools, *more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_validation_episodes_that_end_after_a_turn(tmp_path: Path, monkeypatch: Patch, is_planted: bool) -> None:
+    playground, original = Playground(tmp_path), Chat.ask
+
+    async def ask(self: Chat, said: Any, **options: Any) -> Any:
+        if is_planted and not self.sampling and self.turns:
+            return replace(self.last, token_ids=())  # the workflow ends at an empty reply
+        return await original(self, said, **options)
+
+    monkeypatch.setattr(Chat, "ask", ask)
+    (tmp_path / "val.jsonl").write_text("".join(f'{{"prompt": "cd{n}=", "answer": "7"}}\n' for n in range(8)))
+    keys = (f"{WORKFLOW}=multi_turn", "actor_rollout_ref.rollout.stop=['1','a','e','o','t']", "trainer.test_freq=1")
+    val = (f"data.val_files={tmp_path}/val.jsonl", *SHORT)
+    says = r"\(validation\): sample 0 of row \d+ of .* counts as ended by itself after 1 turns"
+    with pytest.raises(TrustError, match=says) if is_planted else nullcontext():
+        playground.run("grpo", *keys, *val)

@@ -10,7 +10,7 @@ import torch
 from distflow.algorithms.losses import covariance
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.algorithms.registry import find_policy_loss
-from distflow.audit.policy_losses import FORMULAS, Tokens
+from distflow.audit.policy_losses import FORMULAS, Tokens, statistics
 from distflow.builtin_names import POLICY_LOSSES
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
@@ -54,6 +54,32 @@ def test_losses_and_gradients_are_those_of_the_formula(name: str, spread: float)
     torch.testing.assert_close(found.double().flatten(), expected, rtol=1e-4, atol=1e-5)
     (wanted,) = torch.autograd.grad(expected.sum(), flat)
     torch.testing.assert_close(gradient.double().flatten(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted({*FORMULAS} - {"decoupled", "gpg"}))
+def test_statistics_are_those_of_the_formula(name: str) -> None:
+    draws = torch.Generator().manual_seed(4)
+    old = -torch.rand(8, 16, generator=draws) * 3
+    moved = 0.4 * torch.randn(8, 16, generator=draws) + 0.4 * torch.randn(8, 1, generator=draws)
+    now = (old + moved).clamp(max=-1e-3)
+    fields = {
+        "advantages": torch.randn(8, 16, generator=draws),
+        "old_log_probs": old,
+        "selected_tokens": (torch.rand(8, 16, generator=draws) < 0.3).float(),
+        "token_level_scores": torch.randn(8, generator=draws),
+    }
+    loss, options = find_policy_loss(name), DEFAULTS | {"clip_ratio_c": 1.05} | OPTIONS.get(name, {})
+    call_options = {option: options[option] for option in loss.options if option in options}
+    given = {field: fields[field] for field in (*loss.reads, *loss.optional) if field in fields}
+    _, found = loss.fn(log_probs=now, loss_mask=torch.ones(8, 16), **given, **call_options)
+    columns = {n: fields[n].double().flatten() for n in ("advantages", "old_log_probs")}
+    columns |= {"sample_score": fields["token_level_scores"].double().repeat_interleave(16)}
+    columns |= {"selected_tokens": fields["selected_tokens"].flatten()} if "selected_tokens" in given else {}
+    tokens = Tokens(now.double().flatten(), columns, torch.arange(8).repeat_interleave(16))
+    expected = statistics(name, tokens, options, 0.0)
+    assert {*found} - {"ppo_kl"} <= {*expected}
+    for key in {*found} - {"ppo_kl"}:
+        assert 0 < float(found[key].mean()) == pytest.approx(float(expected[key].double().mean()), rel=1e-4), key
 
 
 def run_with(folder: Path, name: str) -> Path:
@@ -137,6 +163,14 @@ def test_tokens_that_are_selected_by_another_covariance_are_found(
     monkeypatch.setattr(covariance, "token_covariance", lambda *given: -original(*given))
     with pytest.raises(TrustError, match=rf"\(loss\): {name} must select \d+ of the step's \d+ tokens"):
         run_with(tmp_path, name)
+
+
+@pytest.mark.slow
+def test_tokens_that_are_drawn_by_other_numbers_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = covariance.token_draws
+    monkeypatch.setattr(covariance, "token_draws", lambda *given: 1 - original(*given))
+    with pytest.raises(TrustError, match=r"\(loss\): clip_cov must select \d+ of the step's \d+ tokens"):
+        run_with(tmp_path, "clip_cov")
 
 
 def test_the_critics_loss_does_not_stand_for_a_policy_loss_without_formula(

@@ -176,8 +176,10 @@ def test_rows_of_the_samples_file_that_are_another_samples(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["entropy", "ppo_kl"])
-def test_metrics_that_lie_within_an_update(playground: Playground, monkeypatch: Patch, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "loss"), [("entropy", "vanilla"), ("ppo_kl", "vanilla"), ("cov_selected", "clip_cov")]
+)
+def test_metrics_that_lie_within_an_update(playground: Playground, monkeypatch: Patch, name: str, loss: str) -> None:
     """huggingface/trl#6809."""
     original = PolicyObjective.finish
 
@@ -187,7 +189,8 @@ def test_metrics_that_lie_within_an_update(playground: Playground, monkeypatch: 
 
     monkeypatch.setattr(PolicyObjective, "finish", finish)
     with pytest.raises(TrustError, match=rf"step 1 found \(loss\): the {name} of a mini-batch .* reported"):
-        playground.run("grpo", *STEPS, "actor_rollout_ref.actor.ppo_epochs=2")
+        keys = ("actor_rollout_ref.actor.ppo_epochs=2", f"actor_rollout_ref.actor.policy_loss={loss}")
+        playground.run("grpo", *STEPS, *keys)
 
 
 def whole_batch_if_uneven(batch: Batch) -> None:

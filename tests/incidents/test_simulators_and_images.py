@@ -1,5 +1,6 @@
 """Faults in what a policy sees and what its actions do, planted into real runs: each has a twin that is healthy."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,22 @@ def half_of_the_return(patch: Patch) -> None:
     patch.setattr(workflow.SimulatorWorkflow, "_play", play)
 
 
+def one_cluster_more(patch: Patch) -> None:
+    right = embodied_rewards._metrics
+
+    def metrics(*given: Any) -> dict[str, float]:
+        return (found := right(*given)) | {"srpo/clusters": found["srpo/clusters"] + 1}
+
+    patch.setattr(embodied_rewards, "_metrics", metrics)
+
+
 FAULTS = {
     next_bin: r"executed \[.*but the policy drew",
     one_seed: "began with the seeds",
     first_frame: "the embedding of sample .* is not that of its last frame",
     one_task: "gives the instruction .* but the policy was shown",
     half_of_the_return: "returned rewards of",
+    one_cluster_more: r"found \(rewards\): the metric srpo/clusters is reported as",
 }
 
 
@@ -84,6 +95,31 @@ def test_the_same_run_without_a_fault(playground: Playground) -> None:
     """Most of its steps are looked at, not audited."""
     run = playground.run("embodied_srpo", *ACTS, options(), "trust.audit_freq=20", "trainer.total_training_steps=5")
     assert run.notes("warning") == run.notes("finding") == run.notes("error") == []
+
+
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_failures_of_all_tasks_that_are_compared_with_each_other(
+    playground: Playground, monkeypatch: Patch, is_planted: bool
+) -> None:
+    """The fault begins in step 3, which is not audited."""
+    colours, calls, right = ["red", "green", "blue"], list[str](), embodied_rewards.task_of
+    rows = [{"prompt": f"{n}", "answer": "", "seed": n, "instruction": colours[n % 3]} for n in range(12)]
+    playground.write_rows(rows)
+
+    def task_of(domain: str, extra: Any) -> str:
+        calls.append(domain)
+        return domain if is_planted and len(calls) > 48 else right(domain, extra)
+
+    monkeypatch.setattr(embodied_rewards, "task_of", task_of)
+    keys = (
+        "data.train_batch_size=6",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=6",
+        "trainer.total_training_steps=5",
+    )
+    keys += ("embodied_sampling.filter_accuracy=false", "trust.audit_freq=20")
+    with pytest.raises(TrustError, match=r"step [34] found \(rewards\)") if is_planted else nullcontext():
+        playground.run("embodied_srpo", *ACTS, options(), *keys)
+    assert len(calls) >= 48 + 24
 
 
 @pytest.mark.parametrize("fault", ["channels", "brightness"])

@@ -23,8 +23,8 @@ and a fault that begins late would be found in none of its few steps."""
 NUM_FIRST = 3
 """The first audits of a process, which the time budget ignores."""
 
-NUM_FIRST_LOOKS = 10
-"""First steps of a process with a look, whatever it costs; later those after 2^n and 3 * 2^n steps."""
+NUM_FIRST_LOOKS = 9
+"""First steps of a process with a look, whatever it costs; later those after 2^n and 3 * 2^n steps, and the last."""
 
 
 class Depth(IntEnum):
@@ -52,13 +52,21 @@ class AuditSchedule:
     gets a look, while looks have taken less than their share, else a quick look, which has another share.
     """
 
-    def __init__(self, frequency: int, first_step: int, max_staleness: int = 0, others: Collection[int] = ()) -> None:
-        """frequency: in steps; 0 never audits. first_step: of this process. others: further steps to audit."""
+    def __init__(
+        self,
+        frequency: int,
+        first_step: int,
+        max_staleness: int = 0,
+        others: Collection[int] = (),
+        last_step: int | None = None,
+    ) -> None:
+        """frequency: in steps; 0 never audits. first_step: of this process. others: further steps to audit. last_step:
+        of the run."""
         self.frequency, self._max_staleness = frequency, max_staleness
         self._always = {first_step, first_step + 1, first_step + max_staleness + 1, *others}
         self._waiting, self._planned = False, -1
         self._num_made, self._last = 0, first_step
-        self._first_step, self._told = first_step, 1
+        self._first_step, self._last_step, self._told = first_step, last_step, 1
         self._began = time.monotonic()
         self._spent_s_of = dict.fromkeys(SHARES, 0.0)
         self._spent_s = self._first_s = 0.0  # in total; by the first ones, which no share counts
@@ -89,7 +97,7 @@ class AuditSchedule:
         if self.frequency <= 0:
             return Depth.NONE
         since = step - self._first_step
-        is_named = since < NUM_FIRST_LOOKS or since // (since & -since) in (1, 3)
+        is_named = step == self._last_step or since < NUM_FIRST_LOOKS or since // (since & -since) in (1, 3)
         if is_named or self._affords(Depth.LOOK):
             return Depth.LOOK
         return next((depth for depth in (Depth.QUICK, Depth.BASE) if self._affords(depth)), Depth.NONE)

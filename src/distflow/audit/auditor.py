@@ -93,8 +93,9 @@ class Auditor:
         again = self._memory.compare_again
         self._run = AuditedRun(inputs, services, pipeline, training_steps, bring, turns, older_weights, state, again)
         trains_policy = spec.config.trainer.critic_warmup  # the first step that trains the policy
+        staleness, last_step = spec.data.max_staleness, spec.data.total_steps - 1
         self._schedule = AuditSchedule(
-            spec.options.audit_freq, self._first_step, spec.data.max_staleness, (trains_policy,)
+            spec.options.audit_freq, self._first_step, staleness, (trains_policy,), last_step
         )
         self._updates: dict[str, int] = state.setdefault("updates", {})
         """Optimizer steps by role since the run's start."""
@@ -362,7 +363,8 @@ class Auditor:
         quick = self._looks is Depth.QUICK
         part.budget_s = 0.0 if quick else self._schedule.score_again_s()
         self._count(self._check(all_checks.QUICK_LOOK if quick else all_checks.LOOK_AFTER, part))
-        if not quick and all_checks.compares_all_groups(self._run.spec.config):
+        compares = all_checks.compares_all_groups(self._run.spec.config) or whole.is_written("srpo_distance")
+        if not quick and compares:
             self._check(all_checks.OF_ALL_GROUPS, whole)
         self._looked["steps"] += 1
 

@@ -24,6 +24,7 @@ from distflow.audit.recorded_step import (
 )
 from distflow.audit.samples import parts_of_domain
 from distflow.builtin_names import PROMPT_CHAT
+from distflow.config.keys.actor_rollout_ref_and_critic import RolloutConfig
 from distflow.rewards.reward_results import Score
 
 MOST, FEW = 16, 2
@@ -232,19 +233,21 @@ def _check_replies(recorded: RecordedStep, sample: Sample) -> None:
 
 def _check_limits(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
     rollout = recorded.config.actor_rollout_ref.rollout
-    if rollout.workflow not in MAX_TURNS:
-        return
-    most: Any = rollout.workflow_kwargs.get("max_turns", MAX_TURNS[rollout.workflow])
-    if len(turns) > most or (sample["finish_reason"] == "max_turns" and len(turns) != most):
-        raise Wrong(f"sample {sample['uid']} ended ({sample['finish_reason']}) after {len(turns)} of {most} turns")
-    is_wrong = float(sample["acc"]) < 1 - 1e-6
-    if rollout.workflow == "multi_turn" and sample["finish_reason"] == "stop" and is_wrong:
-        raise Wrong(
-            f"sample {sample['uid']} counts as ended by itself after {len(turns)} turns, but its answer is wrong"
-        )
+    if wrong := wrong_end(rollout, len(turns), sample["finish_reason"], float(sample["acc"])):
+        raise Wrong(f"sample {sample['uid']} {wrong}")
     feedback = rollout.workflow_kwargs.get("feedback", FEEDBACK)
     if rollout.workflow == "multi_turn" and any(turn.said != feedback for turn in turns[1:]):
         raise Wrong(f"sample {sample['uid']} was told different feedback than {feedback!r}")
+
+
+def wrong_end(rollout: RolloutConfig, turns: int, reason: str, accuracy: float) -> str:
+    """Why an episode of a built-in workflow must not end so; empty if it may."""
+    most: Any = rollout.workflow_kwargs.get("max_turns", MAX_TURNS.get(rollout.workflow or "", math.inf))
+    if rollout.workflow in MAX_TURNS and (turns > most or (reason == "max_turns" and turns != most)):
+        return f"ended ({reason}) after {turns} of {most} turns"
+    if rollout.workflow == "multi_turn" and reason == "stop" and accuracy < 1 - 1e-6:
+        return f"counts as ended by itself after {turns} turns, but its answer is wrong"
+    return ""
 
 
 def _called(recorded: RecordedStep, sample: Sample, method: str) -> list[tuple[Mapping[str, Any], Any]]:
@@ -282,14 +285,20 @@ def _check_environment(recorded: RecordedStep, sample: Sample, turns: Sequence[S
 
 
 def _check_tools(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
-    """Answers that do not come from a tool's process (errors, the sandbox's) may be interleaved with those that do, and
-    those to the last reply may not fit."""
-    left = _called(recorded, sample, "call")
-    for text in [message["content"] for turn in turns[1:] for message in turn.said]:
+    """What answered each call, in their order; answers to the last reply may not fit. Some do not come from a tool's
+    process (errors, the sandbox's)."""
+    told, answers = [str(message["content"]) for turn in turns[1:] for message in turn.said], []
+    left, who = _called(recorded, sample, "call"), f"in sample {sample['uid']}"
+    for kind, name, *texts in _events(recorded, sample):
+        answers += [(name, texts[0])] if kind == "answered" else []
+    for (name, text), found in zip(answers, told, strict=False):
+        if text != found:
+            raise Wrong(f"a call of tool {name} was answered {text!r:.120} {who}, which was told {found!r:.120}")
+    for text in told:
         left = left[1:] if left and left[0][1][0] == text else left
     if left and sample["finish_reason"] not in ("length", "context"):
         given, (text, *_) = left[0]
-        raise Wrong(f"tool {given['name']} returned {text!r:.120} in sample {sample['uid']}, which was not told so")
+        raise Wrong(f"tool {given['name']} returned {text!r:.120} {who}, which was not told so")
 
 
 def _nothing(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:

@@ -1,11 +1,12 @@
 """Checks: correction weights are the trainer's probability over the engine's; the loss is the sum of its terms, and its
 gradient with respect to each token's log-prob matches the formula."""
 
-import math
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,10 +17,10 @@ from distflow.audit.policy_losses import (
     FORMULAS,
     Formula,
     Tokens,
-    bounds,
     importance_weights,
-    may_be_selected,
     ratio_to,
+    statistics,
+    to_select,
 )
 from distflow.audit.record_calls_and_updates import UpdateRecord, units_of
 from distflow.audit.recorded_step import (
@@ -118,8 +119,7 @@ def _gap(sample: Sample, own: str, level: str) -> tuple[Tensor, Tensor]:
     "loss",
     "the loss of each mini-batch is the sum of its terms, and its gradient with respect to each token's "
     "log-prob, entropy and value follows the configured formulas (mask, sign, mean, coefficient, clip)",
-    needs="a built-in loss, or one that was registered with a formula; for `clip_cov` the number and covariance of "
-    "the drawn tokens are checked, on one rank",
+    needs="a built-in loss, or one that was registered with a formula",
     limit=f"{LIMIT:g} relative",
 )
 def audit_loss(recorded: RecordedStep) -> str | None:
@@ -189,13 +189,20 @@ def _check_selection(recorded: RecordedStep) -> None:
     covariance = torch.stack([part - part.mean() for part in parts]).prod(0)
     if not len(selected) or not bool(covariance.isfinite().all()):
         return
-    allowed, count = may_be_selected(actor.policy_loss, covariance, actor.policy_loss_kwargs)
+    draws = torch.cat([_drawn_numbers(sample) for sample in samples])[counted]
+    allowed, count = to_select(actor.policy_loss, covariance, draws, actor.policy_loss_kwargs)
     if int(selected.sum()) != count or bool((selected > 0)[~allowed].any()):
         raise Wrong(
             f"{actor.policy_loss} must select {count} of the step's {len(selected)} tokens, of {int(allowed.sum())} "
-            f"with such a covariance, but selected {int(selected.sum())}, {int((selected > 0)[~allowed].sum())} of "
-            "them others"
+            f"with such a covariance (and random number), but selected {int(selected.sum())}, "
+            f"{int((selected > 0)[~allowed].sum())} of them others"
         )
+
+
+def _drawn_numbers(sample: Sample) -> Tensor:
+    """A random integer for each response token, from the sample's uid and the token's position."""
+    key = int.from_bytes(hashlib.blake2b(str(sample["uid"]).encode(), digest_size=8).digest(), "little")
+    return torch.from_numpy((np.random.Philox(key=key).random_raw(len(sample["loss_mask"])) >> 11).astype(np.int64))
 
 
 def _formula(recorded: RecordedStep, update: UpdateRecord) -> Total | str:
@@ -275,7 +282,7 @@ def _check_reported(recorded: RecordedStep, update: UpdateRecord, batch: MiniBat
             expected["vpred_mean"] = float(batch.outputs["values"][counted].mean())
         elif own_losses(recorded.config):
             pass  # statistics of a ratio are of the domains whose loss has one
-        elif "old_log_probs" in batch.columns and loss and loss.name in ("vanilla", "gspo", "cispo"):
+        elif "old_log_probs" in batch.columns and loss and loss.name in {*FORMULAS} - {"decoupled"}:
             tokens, _ = _counted(recorded.config, batch, batch.outputs["log_probs"])
             gap = (batch.outputs["log_probs"] - batch.columns["old_log_probs"])[counted]
             expected["log_ratio_abs"] = float(gap.abs().mean())
@@ -302,18 +309,11 @@ def _of_ratios(
     tokens: Tokens, options: Mapping[str, Any], name: str, reported: Mapping[str, float]
 ) -> dict[str, float]:
     """Statistics of the ratio to the old policy. If rounding decides whether a token is clipped, either counts."""
-    gap, own = tokens.now - tokens.old, tokens.advantages
-    found = {"ppo_kl": float(-gap.mean())}
-    if name != "vanilla":
-        return found
-    (low, high), most = bounds(options), options["clip_ratio_c"]
-    shares, lower = list[float](), list[float]()
-    for moved in (-KINK, 0.0, KINK):
-        ratio = ratio_to(gap, torch.zeros_like(gap)) * math.exp(moved)
-        shares.append(float((((own > 0) & (ratio > 1 + high)) | ((own < 0) & (ratio < 1 - low))).double().mean()))
-        lower.append(float(((own < 0) & (ratio > most)).double().mean()) if most is not None else 0.0)
-    for key, values in (("pg_clipfrac", shares), ("pg_clipfrac_lower", lower)):
-        found[key] = min(values, key=lambda value: abs(value - reported.get(key, value)))
+    every = [statistics(name, tokens, options, moved) for moved in (0.0, -KINK, KINK)]
+    found = {"ppo_kl": float((tokens.old - tokens.now).mean())}
+    for key in every[0]:
+        means = [float(each[key].double().mean()) for each in every]
+        found[key] = min(means, key=lambda value: abs(value - reported.get(key, value)))
     return found
 
 

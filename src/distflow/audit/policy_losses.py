@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -163,33 +164,25 @@ def _cpgd(tokens: Tokens, options: Options) -> Tensor:
     return -clamped * tokens.advantages + float(options.get("policy_drift_coeff", 0.0)) * drift * tokens.now
 
 
-def _dppo(tokens: Tokens, options: Options, beyond: Callable[[Tensor, Tensor, float], Tensor]) -> Tensor:
-    """No gradient if the token's probability has moved beyond the bound in the direction of its advantage; else the
-    truncated ratio as a weight (arXiv:2602.04879). beyond: called with (new probability, old probability, bound)."""
-    low, high = bounds(options)
-    policy, old = tokens.now.detach().clamp(max=0.0).exp(), tokens.old.clamp(max=0.0).exp()
-    out = torch.where(
-        tokens.advantages > 0, (policy > old) & beyond(policy, old, high), (policy < old) & beyond(policy, old, low)
-    )
+def _dppo(tokens: Tokens, options: Options, name: str) -> Tensor:
+    """No gradient for the tokens of `_beyond`; else the truncated ratio as a weight (arXiv:2602.04879)."""
     weight = ratio_to(tokens.now.detach(), tokens.old)
     if options["clip_ratio_c"] is not None:
         weight = weight.clamp(max=options["clip_ratio_c"])
-    return -torch.where(out, 0.0, weight) * tokens.advantages * tokens.now
+    return -torch.where(_beyond(tokens, options, name, 0.0), 0.0, weight) * tokens.advantages * tokens.now
 
 
-def _dppo_tv(tokens: Tokens, options: Options) -> Tensor:
-    """Divergence: total variation of the distributions of {this token, any other}."""
-    return _dppo(tokens, options, lambda policy, old, bound: (policy - old).abs() > bound)
-
-
-def _dppo_kl(tokens: Tokens, options: Options) -> Tensor:
-    """Divergence: KL(old ‖ new) of the distributions of {this token, any other}."""
-
-    def beyond(policy: Tensor, old: Tensor, bound: float) -> Tensor:
-        p, q = (mass.clamp(1e-9, 1 - 1e-8) for mass in (old, policy))
-        return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log() > bound
-
-    return _dppo(tokens, options, beyond)
+def _beyond(tokens: Tokens, options: Options, name: str, moved: float) -> Tensor:
+    """The tokens whose probability has moved beyond the bound in the direction of their advantage: by the total
+    variation of the distributions of {this token, any other} (`dppo_tv`), or by KL(old ‖ new) of these."""
+    low, high = bounds(options)
+    policy, old = (
+        (each + shift).clamp(max=0.0).exp() for each, shift in ((tokens.now.detach(), moved), (tokens.old, 0))
+    )
+    p, q = (mass.clamp(1e-9, 1 - 1e-8) for mass in (old, policy))
+    by_kl = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    distance = (policy - old).abs() if name == "dppo_tv" else by_kl
+    return torch.where(tokens.advantages > 0, (policy > old) & (distance > high), (policy < old) & (distance > low))
 
 
 def _dro(tokens: Tokens, options: Options) -> Tensor:
@@ -208,15 +201,20 @@ def _kl_cov(tokens: Tokens, options: Options) -> Tensor:
     return torch.where(tokens.columns["selected_tokens"] > 0, loss + pull, loss)
 
 
-def may_be_selected(name: str, covariance: Tensor, options: Options) -> tuple[Tensor, int]:
+def to_select(name: str, covariance: Tensor, draws: Tensor, options: Options) -> tuple[Tensor, int]:
     """Which tokens Clip-Cov or KL-Cov may select by their covariance, and how many it must (arXiv:2505.22617). Clip-Cov
-    selects at random among the tokens within its bounds, so which of them it selects is not checked."""
+    selects those with the largest `draws` within its bounds, unless rounding decides which are
+    within."""
     count = max(int(float(options.get(f"{name}_ratio", 0.0002)) * len(covariance)), 1)
     if name == "kl_cov":
         return covariance >= covariance.sort(descending=True).values[count - 1], count
     low, high = float(options.get("clip_cov_lb", 1.0)), float(options.get("clip_cov_ub", 5.0))
     within = (covariance > low) & (covariance < high)
-    return within, min(count, int(within.sum()))
+    count = min(count, int(within.sum()))
+    is_near = any(bool(((covariance - bound).abs() < 1e-4 * (1 + abs(bound))).any()) for bound in (low, high))
+    if not count or is_near:
+        return within, count
+    return within & (draws >= draws[within].sort(descending=True).values[count - 1]), count
 
 
 FORMULAS: dict[str, Formula] = {
@@ -229,9 +227,36 @@ FORMULAS: dict[str, Formula] = {
     "topr": _topr,
     "gmpo": _gmpo,
     "cpgd": _cpgd,
-    "dppo_tv": _dppo_tv,
-    "dppo_kl": _dppo_kl,
+    "dppo_tv": partial(_dppo, name="dppo_tv"),
+    "dppo_kl": partial(_dppo, name="dppo_kl"),
     "dro": _dro,
     "clip_cov": _clip_cov,
     "kl_cov": _kl_cov,
 }
+
+
+def statistics(name: str, tokens: Tokens, options: Options, moved: float) -> dict[str, Tensor]:
+    """What a built-in loss reports of each token besides its loss, with all log-probs larger by `moved`."""
+    gap, own, (low, high) = tokens.now.detach() - tokens.old + moved, tokens.advantages, bounds(options)
+    gap = tokens.mean(gap) if name == "gspo" else gap
+    ratio, most = gap.clamp(-20, 20).exp(), options["clip_ratio_c"] or math.inf
+    above, below = ratio > 1 + high, ratio < 1 - low
+    found, harmful = {"pg_clipfrac": ((own > 0) & above) | ((own < 0) & below)}, own < 0
+    if name == "vanilla":
+        found["pg_clipfrac_lower"] = harmful & (ratio > most)
+    elif name == "cispo":
+        found["pg_clipfrac"] = above | (below & bool(options.get("clip_below", True)))
+    elif name == "gmpo":
+        found = {"pg_clipfrac": (own > 0) & (gap > high), "pg_clipfrac_lower": harmful & (gap < -low)}
+    elif name == "cpgd":
+        found["pg_clipfrac"] = torch.where(own > 0, above, below)
+        found |= {"policy_drift": ratio - 1 - gap} if options.get("policy_drift_coeff") else {}
+    elif name == "topr":
+        total = tokens.sum(gap) if options.get("ratio_level") == "sequence" else gap
+        found["pg_clipfrac"] = (tokens.columns["sample_score"] <= 0) & (total > 0)
+    elif name.startswith("dppo"):
+        out = _beyond(tokens, options, name, moved)
+        found = {"pg_clipfrac": out, "pg_clipfrac_lower": ~out & (ratio > most)}
+    if "selected_tokens" in tokens.columns:
+        found["cov_selected"] = tokens.columns["selected_tokens"] > 0
+    return found

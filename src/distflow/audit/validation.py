@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from distflow.audit.episodes import wrong_end
 from distflow.audit.log_probs import EXACT, ROUNDED, forward_samples, is_beyond
 from distflow.audit.model_forward import MAX_LOGITS, log_probs_of, vocabulary_of
 from distflow.audit.record_calls_and_updates import GroupRecord, OpenEngine
@@ -57,6 +58,7 @@ def sample_facts(run: AuditedRun, records: Sequence[GroupRecord], rows: Facts) -
             facts |= {"domain": asked.domain, "tag": asked.tag}
             right = None if row.get("score") is None else (row["acc"] or 0.0) >= 1 - LIMIT
             wrong = _wrong_score(run.spec.config, record, asked, row, is_ours and not has_workflow)
+            wrong = wrong or _wrong_episode(run, record, i, row)
             wrong = wrong or (_wrong_request(run, record, asked) if is_ours else "")
             facts |= {"right": right, "versions": row.get("versions", []), "wrong": wrong}
             if kind == "greedy" and record.generated and group.row == _drawn_row(group.version, sets[name]):
@@ -86,6 +88,13 @@ def _wrong_score(config: Config, record: GroupRecord, asked: PromptRow, row: Map
     if row["acc"] is None or not (given or by_sample) or any(abs(row["acc"] - each) < 1e-4 for each in stated):
         return ""
     return "has the accuracy of another"
+
+
+def _wrong_episode(run: AuditedRun, record: GroupRecord, index: int, row: Mapping[str, Any]) -> str:
+    turns = sum(bool(event[0] == "turn" and event[-1]) for event in record.events.get(index, ()))
+    if not turns or not row or row["errors"] is not None or row["acc"] is None:
+        return ""
+    return wrong_end(run.spec.config.actor_rollout_ref.rollout, turns, row["finish_reason"], row["acc"])
 
 
 def _wrong_request(run: AuditedRun, record: GroupRecord, asked: PromptRow) -> str:
@@ -124,10 +133,10 @@ def _wrong_request(run: AuditedRun, record: GroupRecord, asked: PromptRow) -> st
 @check(
     "validation",
     "each validation prompt was generated once as configured, greedily or sampled, by the newest weights, and "
-    "scored against its own ground truth; the tokens of a drawn greedy response are the most likely ones; the reported "
-    "accuracies follow from the recorded scores; a loss is the mean over all tokens of the data's responses, and on "
-    "one row equals that of the model's own forward pass; trainer.keep_best compares checkpoints by these "
-    "numbers",
+    "scored against its own ground truth; episodes of built-in workflows end as they may; the tokens of a drawn "
+    "greedy response are the most likely ones; the reported accuracies follow from the recorded scores; a loss is the "
+    "mean over all tokens of the data's responses, and on one row equals that of the model's own forward pass; "
+    "trainer.keep_best compares checkpoints by these numbers",
     needs="for requests and scores the built-in nodes",
     limit=f"{LIMIT:g}",
 )

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
+from distflow.data.episode_event_hook import note_event
 from distflow.environments import builtin_tools, mcp_tools, tools_in_process
 from distflow.environments.builtin_tools import BUILTIN_TOOLS, PYTHON_SESSION
 from distflow.environments.mcp_tools import mcp_schemas
@@ -95,6 +96,7 @@ class EpisodeTools:
         """The text of the tool message that answers a call, whatever happened."""
         started = time.monotonic()
         answer = await self._answer(call)
+        note_event("answered", call.name, answer.text)
         name = call.name if call.name in self._tools.parameters else "unknown"
         self.ms[name] += round(1000 * (time.monotonic() - started))
         self.calls[name] += 1

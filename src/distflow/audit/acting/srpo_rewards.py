@@ -7,37 +7,52 @@ from itertools import pairwise
 import numpy as np
 
 from distflow.audit.recorded_step import RecordedStep, Sample, Wrong
+from distflow.config.keys.reward import SrpoConfig
 from distflow.untrusted_files import load_image
 
 _LIMIT, _CELLS, _MOST = 1e-5, 8, 4
 
 
 def check_srpo(recorded: RecordedStep) -> None:
-    """The rewards of the step's episodes, in float64, by loops over pairs. Raises Wrong."""
+    """The rewards of the step's episodes, in float64, by loops over pairs, and their metrics. Raises Wrong."""
     samples = sorted((each for each in recorded.samples if each["valid"]), key=lambda each: str(each["uid"]))
-    srpo = recorded.config.srpo
-    for sample in recorded.some_samples(_MOST) if srpo.embedder == "pixels" else ():
+    for sample in recorded.some_samples(_MOST) if recorded.config.srpo.embedder == "pixels" else ():
         _check_embedding(sample)
-    for task in {_task(sample) for sample in samples}:
-        own = [sample for sample in samples if _task(sample) == task]
-        won = [each["embeddings"] for each in own if bool(each["success"])]
-        lost = [each for each in own if not bool(each["success"])]
-        centres = _centres(won, srpo.eps, srpo.min_samples)
-        gaps = [min((math.dist(each["embeddings"], centre) for centre in centres), default=0.0) for each in lost]
-        span = max(gaps, default=0.0) - min(gaps, default=0.0)
-        wanted = {str(each["uid"]): 1.0 for each in own if bool(each["success"])}
-        distances = dict.fromkeys((str(each["uid"]) for each in own), -1.0)
-        for each, gap in zip(lost, gaps, strict=True):
-            place = 0.5 if span < 1e-6 else (gap - min(gaps)) / span
-            wanted[str(each["uid"])] = srpo.max / (1 + math.exp(-srpo.steepness * (0.5 - place))) if won else 0.0
-            distances[str(each["uid"])] = place if won else -1.0
-        for each in own:
-            reward, total = srpo.reward_coef * wanted[str(each["uid"])], math.fsum(each["token_level_rewards"].tolist())
-            if not abs(reward - total) <= _LIMIT * max(1.0, abs(reward)):
-                raise Wrong(f"SRPO gives sample {each['uid']} the reward {reward:.6g}, but it has {total:.6g}")
-            told, place = float(each["reward_parts"]["srpo_distance"]), distances[str(each["uid"])]
-            if abs(told - place) > _LIMIT:
-                raise Wrong(f"sample {each['uid']} reports the srpo_distance {told:.6g}, but it is {place:.6g}")
+    tasks = {_task(sample) for sample in samples}
+    found = [_check_task(recorded.config.srpo, [s for s in samples if _task(s) == task]) for task in tasks]
+    lost = [reward for rewards, _, _ in found for reward in rewards]
+    wanted = {"reward_of_failures": math.fsum(lost) / max(len(lost), 1)}
+    wanted["clusters"] = sum(clusters for _, clusters, _ in found) / max(len(found), 1)
+    wanted["fallback_frac"] = sum(fallback for _, _, fallback in found) / max(len(found), 1)
+    for name, value in wanted.items():
+        recorded.run.compared.add(f"srpo/{name}")
+        if abs((told := recorded.metrics.get(f"srpo/{name}", value)) - value) > _LIMIT:
+            raise Wrong(f"the metric srpo/{name} is reported as {told:.6g}, but of the step's tasks it is {value:.6g}")
+
+
+def _check_task(srpo: SrpoConfig, own: Sequence[Sample]) -> tuple[list[float], int, bool]:
+    """The rewards of the failures at some distance to a success, the number of clusters, and whether there is none."""
+    won = [each["embeddings"] for each in own if bool(each["success"])]
+    lost = [each for each in own if not bool(each["success"])]
+    centres, number = _centres(won, srpo.eps, srpo.min_samples)
+    gaps = [min((math.dist(each["embeddings"], centre) for centre in centres), default=0.0) for each in lost]
+    span = max(gaps, default=0.0) - min(gaps, default=0.0)
+    wanted = {str(each["uid"]): 1.0 for each in own if bool(each["success"])}
+    distances = dict.fromkeys((str(each["uid"]) for each in own), -1.0)
+    for each, gap in zip(lost, gaps, strict=True):
+        place = 0.5 if span < 1e-6 else (gap - min(gaps)) / span
+        wanted[str(each["uid"])] = srpo.max / (1 + math.exp(-srpo.steepness * (0.5 - place))) if won else 0.0
+        distances[str(each["uid"])] = place if won else -1.0
+    for each in own:
+        reward, total = srpo.reward_coef * wanted[str(each["uid"])], math.fsum(each["token_level_rewards"].tolist())
+        if not abs(reward - total) <= _LIMIT * max(1.0, abs(reward)):
+            raise Wrong(f"SRPO gives sample {each['uid']} the reward {reward:.6g}, but it has {total:.6g}")
+        parts = {"distance": distances[str(each["uid"])], "clusters": number, "fallback": bool(won) and not number}
+        for name, value in parts.items():
+            if abs((told := float(each["reward_parts"][f"srpo_{name}"])) - value) > _LIMIT:
+                raise Wrong(f"sample {each['uid']} reports the srpo_{name} {told:.6g}, but it is {value:.6g}")
+    shaped = [srpo.reward_coef * wanted[str(each["uid"])] for each in lost] if won else []
+    return shaped, number, bool(won) and not number
 
 
 def _check_embedding(sample: Sample) -> None:
@@ -62,10 +77,11 @@ def _task(sample: Sample) -> tuple[str, str]:
     return str(sample["domain"]), str(sample["reward_extra"].get("instruction", ""))
 
 
-def _centres(won: Sequence[Sequence[float]], eps: float, min_samples: int) -> list[list[float]]:
-    """The mean of each cluster of core points and their neighbours; of all points if there is no core point."""
+def _centres(won: Sequence[Sequence[float]], eps: float, min_samples: int) -> tuple[list[list[float]], int]:
+    """The mean of each cluster of core points and their neighbours, and the number of clusters; the mean of all points
+    if there is no core point."""
     if not won:
-        return []
+        return [], 0
     columns = list(zip(*won, strict=True))
     means = [math.fsum(column) / len(won) for column in columns]
     spreads = [math.sqrt(math.fsum((x - m) ** 2 for x in c) / len(won)) for c, m in zip(columns, means, strict=True)]
@@ -82,4 +98,5 @@ def _centres(won: Sequence[Sequence[float]], eps: float, min_samples: int) -> li
         if names:
             members.setdefault(min(names), []).append(point)
     groups = [*members.values()] or [list(range(len(won)))]
-    return [[math.fsum(won[i][k] for i in group) / len(group) for k in range(len(won[0]))] for group in groups]
+    centres = [[math.fsum(won[i][k] for i in group) / len(group) for k in range(len(won[0]))] for group in groups]
+    return centres, len(members)
