@@ -52,6 +52,7 @@ def write_samples(folder: Path, num_steps: int, num_samples: int) -> None:
         for step in range(1, num_steps + 1):
             run.metrics(step, "train", {"reward/mean_score": step / num_steps})
             run.samples(step, [_sample(draw, texts, step, i) for i in range(num_samples)])
+            run.sample_writer.finish()  # it would lose what comes faster than the disk takes it
 
 
 def _sample(draw: random.Random, texts: list[str], step: int, i: int) -> dict[str, Any]:
