@@ -116,6 +116,14 @@ def users_code(what: str, passes: type[Exception] | tuple[()] = (), advice: str 
         raise LoadError(f"{what} {kind}{error}{place}{advice}") from error
 
 
+def check_server_packages(what: str, extra: str) -> None:
+    """Raises UserError if the packages of an HTTP server are not installed. what: it needs them. extra: it has them."""
+    try:
+        importlib.import_module("starlette.applications"), importlib.import_module("uvicorn")
+    except ImportError as error:
+        raise UserError(f"{what} needs starlette and uvicorn ({error}): pip install 'distflow[{extra}]'") from None
+
+
 def load_modules(names: Iterable[str]) -> None:
     """Import modules, which register their contents. Raises LoadError for the first that cannot be imported."""
     for name in names:

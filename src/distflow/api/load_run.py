@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from distflow.errors import UserError, count_of
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import JSON, read_object
-from distflow.observe.metrics import headline_table, headlines
+from distflow.observe.metrics import headline_names, headlines
 from distflow.observe.report.summary_sentences import REWARD, accuracies, status
 from distflow.observe.sample_files import DROPPED
 from distflow.observe.sanitized_output import escape_control
@@ -163,7 +163,7 @@ class Run:
         from distflow.commands.sql_show_and_diff import compared_metrics
         from distflow.observe.report.doctor import records_of
 
-        shown = {name for line in headline_table() for name in line.names} | {"val_correct/all/mean"}
+        shown = headline_names()
         runs = [other if isinstance(other, Run) else Run(other) for other in others]
         own = records_of(self.folder)
         return Table(

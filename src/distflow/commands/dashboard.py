@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl, quote
 from distflow import __version__
 from distflow.commands.arguments_and_run_folders import RUNS, listen
 from distflow.errors import UserError
+from distflow.import_target import check_server_packages
 from distflow.observe.crash_safe_files import encode
 from distflow.observe.report.build import POLICY_OF_SERVED_PAGES, served_files, served_page
 from distflow.observe.sanitized_output import escape_control
@@ -71,13 +72,9 @@ def run_dashboard(arguments: argparse.Namespace) -> int:
     folder, host = arguments.folder.expanduser(), arguments.host
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: name the folder that contains the runs")
-    try:
-        import_module("uvicorn"), import_module("starlette.applications")
-    except ImportError as error:
-        raise UserError(
-            f"`distflow dashboard` needs starlette and uvicorn ({error}): pip install 'distflow[ui]'"
-        ) from None
     from distflow.commands.dashboard_pages import Dashboard
+
+    check_server_packages("`distflow dashboard`", "ui")
 
     is_local = host in _LOOPBACK
     token = "" if is_local else secrets.token_urlsafe(24)

@@ -339,9 +339,10 @@ def _overlaid(runs: Mapping[str, OpenRun]) -> dict[str, Any]:
     """A chart for each headline metric, with a line for each run that has it."""
     steps: dict[int, dict[str, float]] = {}
     labels: dict[str, dict[str, str]] = {}
+    shown = headline_names()
     for run, opened in runs.items():
         for step, values in opened.pages().steps.items():
-            for name in headline_names() & values.keys():
+            for name in shown & values.keys():
                 steps.setdefault(step, {})[f"{name} · {run}"] = values[name]
                 labels.setdefault(name, {})[f"{name} · {run}"] = run
     order = list(runs)

@@ -19,13 +19,14 @@ from typing import Any, cast
 from distflow.data.task_packages import VERIFIERS, missing
 from distflow.environments import agent_process
 from distflow.environments.chat import Chat
-from distflow.environments.endpoint import Endpoint, Session, check_installed
+from distflow.environments.endpoint import Endpoint, Session
 from distflow.environments.endpoint_call_types import Answer, Call, RequestError
 from distflow.environments.endpoint_conversations import Conversations
 from distflow.environments.tool_calls import FORMATS
 from distflow.environments.user_process import ProcessServer
 from distflow.environments.workflows import REWARD, RewardFn, Row
 from distflow.errors import UserError, hint
+from distflow.import_target import check_server_packages
 
 KEY = "workflow_kwargs"
 _LOOPBACK = "127.0.0.1,localhost"
@@ -58,7 +59,7 @@ class AgentWorkflow:
             raise UserError(f"{KEY}.format={format}: no such format of tool calls{hint(format, FORMATS)}")
         if type(max_calls) is not int or max_calls < 1:
             raise UserError(f"{KEY}.max_calls={max_calls!r}: set at least 1")
-        check_installed()
+        check_server_packages("the endpoint", "endpoint")
         self.uses_reward_fn = reward == REWARD
         self._reward = None if self.uses_reward_fn else reward
         self._kwargs = dict(kwargs or {})

@@ -22,6 +22,7 @@ from distflow.environments.anthropic_format import MESSAGES
 from distflow.environments.endpoint_call_types import Answer, Call, Events, Json, Piece, RequestError, Wire
 from distflow.environments.openai_formats import CHAT, RESPONSES, TEXT
 from distflow.errors import UserError
+from distflow.import_target import check_server_packages
 
 MAX_BODY_BYTES = 4 * 2**20
 ROUTES = {"chat/completions": CHAT, "completions": TEXT, "responses": RESPONSES, "messages": MESSAGES}
@@ -55,7 +56,7 @@ class Endpoint:
     """Listens from its construction until `close`, on a loopback socket of its own unless one is given."""
 
     def __init__(self, listening: socket.socket | None = None) -> None:
-        check_installed()
+        check_server_packages("the endpoint", "endpoint")
         starlette, routing = import_module("starlette.applications"), import_module("starlette.routing")
         uvicorn = import_module("uvicorn")
         self._socket = listening or socket.create_server(("127.0.0.1", 0))
@@ -189,16 +190,6 @@ async def _events(
         yield "error", _shown(error, "server_error")
     finally:
         answering.cancel()  # no effect if done
-
-
-def check_installed() -> None:
-    """Raises UserError if the packages are not installed."""
-    try:
-        import_module("starlette.applications"), import_module("uvicorn")
-    except ImportError as error:
-        raise UserError(
-            f"the endpoint needs starlette and uvicorn ({error}): pip install 'distflow[endpoint]'"
-        ) from None
 
 
 def _read(wire: Wire, body: Json) -> Call:
