@@ -4,28 +4,33 @@ import hashlib
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import numpy as np
 import pytest
 import torch
 
 from distflow.cli import main
 from distflow.commands.arguments_and_run_folders import listen
 from distflow.commands.dashboard import PAGES, make_server
-from distflow.commands.dashboard_pages import Dashboard
+from distflow.commands.dashboard_pages import Dashboard, _invoice_columns
+from distflow.commands.samples_index import Texts
 from distflow.data.batch import Batch
+from distflow.observe.crash_safe_files import encode
 from distflow.observe.writing.run_folder import RunFolder
-from distflow.runtime.run_reporter import keep_groups
-from tests.observe.conftest import write_asynchronous_run, write_run
+from distflow.runtime.run_reporter import TOKEN_TEXTS, keep_groups
+from tests.launch.plans.test_measured_run import write as write_measured_run
+from tests.observe.conftest import HOSTILE, write_asynchronous_run, write_run
 
 pytest.importorskip("duckdb", reason="the dashboard's samples need DuckDB (extra ui)")
 
@@ -185,6 +190,37 @@ def test_runs_are_listed_the_last_written_first(client: Client) -> None:
         assert client.part("runs", text=text)["total"] == 0, text
 
 
+def test_the_best_of_a_run_and_its_idle_time_follow_as_soon_as_they_are_read(client: Client) -> None:
+    while any(row["idle"] is None for row in client.part("runs")["runs"]):
+        pass
+    rows = {row["run"]: row for row in client.part("runs")["runs"]}
+    assert rows[TINY]["best"] == {"reward": 1.0, "accuracy": 0.8}
+    # The trainer waits for half of each second; the engine decodes throughout.
+    asynchronous = rows["project/asynchronous"]
+    assert asynchronous["idle"] == 0 and asynchronous["best"] == {}
+
+
+def test_a_run_without_an_end_is_running_or_has_crashed(tmp_path: Path) -> None:
+    write = "import sys, time; from pathlib import Path; from distflow.observe.writing.run_folder import RunFolder\n"
+    write += "with RunFolder(Path(sys.argv[1]), 0) as run:\n run.event('start', 'started')\n"
+    write += " run.metrics(1, 'train', {'a': 1.0})\n run.flush()\n print(flush=True)\n time.sleep(600)"
+    command = [sys.executable, "-c", write, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as writer, serve(tmp_path) as client:
+        assert writer.stdout is not None and writer.stdout.readline()
+
+        def states() -> set[str]:
+            (row,) = client.part("runs")["runs"]
+            found = {client.part(part, run="run")["status"]["word"] for part in ("state", "top")}
+            return {row["state"], *found}
+
+        assert states() == {"running"}
+        writer.kill()
+        writer.wait()
+        assert states() == {"crashed"}
+        (tmp_path / "run" / ".writer").write_text("pid 7 on elsewhere since today")
+        assert states() == {"no end yet"}
+
+
 def test_a_thousand_runs_are_listed_by_pages_and_an_empty_folder_says_so(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with serve(tmp_path / "empty") as client:
@@ -311,6 +347,21 @@ def test_samples_are_sorted_filtered_and_paged_as_in_a_report(client: Client) ->
     assert status == 400 and "'x' is not a number" in json.loads(text)["error"]
 
 
+def test_a_text_is_found_wherever_it_is_among_texts_that_lack_it() -> None:
+    texts, number = Texts(), 5 * 64 + 7
+    places = [texts.append(f"the {i}th text, {'ab' * (i % 3)}".encode()) for i in range(number)]
+    everything = np.arange(number)
+    assert places == everything.tolist() == list(range(len(texts)))
+    for sought in (b"the 17th", b" 317th text", b"the 320th text, abab", b"h", b"bab", b"nowhere to be found", b"7th"):
+        has = [i for i in places if sought in f"the {i}th text, {'ab' * (i % 3)}".encode()]
+        assert texts.search(sought, everything, number) == (has, 0)
+        assert texts.search(sought, everything[::-1], number)[0] == has[::-1]
+    assert texts.search(b"the 17th", np.array([16, 18]), 5) == ([], 0)
+    texts.append(b"written meanwhile")
+    assert texts.search(b"meanwhile", np.arange(number + 5), 5) == ([number], 0)
+    texts.close()
+
+
 def test_a_group_opens_whole_and_its_samples_have_their_uids(client: Client) -> None:
     all_samples(client, TINY)
     shown = client.part("groups", run=TINY, step="train 2", sort="prompt", down=0)["groups"]
@@ -331,13 +382,25 @@ def test_the_tokens_of_a_sample_have_what_was_saved_of_them(tmp_path: Path) -> N
     batch["rollout_log_probs"] = torch.tensor([[-1.5, -2.0], [-3.0, 0.0]])
     with RunFolder(tmp_path / "run", 0) as run:
         run.samples(1, [{"uid": f"0-{i}", "prompt": "p", "response": "r", "score": 1.0} for i in range(2)])
+    batch["agent"], batch["forks"] = ["policy", "solver"], [[["checker", 1]], []]
+    batch["owners"] = [[["policy", 1], ["tool", 1]], [["policy", 1]]]
+    batch["conversation"] = [[{"agent": "checker", "text": ""}, {"agent": "writer", "text": ""}], []]
     keep_groups(tmp_path / "run", 1, batch)
+    shown = ("id", "log_prob", "difference", "trained", "text", "owner")
+
+    def tokens(client: Client, uid: str) -> list[tuple[Any, ...]]:
+        found = client.part("sample", run="run", uid=uid, step=1)["tokens"]
+        return [tuple(token[name] for name in shown) for token in found]
+
     with serve(tmp_path) as client:
-        tokens = client.part("sample", run="run", uid="0-0", step=1)["tokens"]
-    assert [(token["id"], token["log_prob"], token["difference"], token["trained"]) for token in tokens] == [
-        (5, -1.5, 0.5, 1),
-        (6, -2.0, 0.0, 1),
-    ]
+        assert tokens(client, "0-1") == [(7, -3.0, 0.0, 1, None, "solver: policy")]
+        texts = ["", "", "", "", "", "<b>", HOSTILE[4]]
+        (tmp_path / "run" / "tokens" / TOKEN_TEXTS).write_bytes(encode({"texts": texts}))
+        assert tokens(client, "0-0") == [
+            (5, -1.5, 0.5, 1, "<b>", "writer: policy"),
+            (6, -2.0, 0.0, 1, HOSTILE[4], "checker: tool"),
+        ]
+        assert tokens(client, "0-1")[0][4] is None, "the vocabulary ends before it"
 
 
 def test_new_sample_files_are_read_while_the_run_goes_on(tmp_path: Path) -> None:
@@ -392,3 +455,130 @@ def test_a_step_has_its_time_line_and_neighbours(client: Client) -> None:
     (line,) = found["timelines"]
     assert line["first"] == line["last"] == 5 and {lane["kind"] for lane in line["lanes"]} >= {"phase", "group"}
     assert client.part("waits", run="project/asynchronous")["waits"][0]["waits for"] == "rollout"
+
+
+@pytest.mark.slow
+def test_a_change_is_predicted_as_the_command_does_and_runs_no_code(tmp_path: Path) -> None:
+    write_measured_run(tmp_path / "run")
+    before = hashes(tmp_path)
+    with serve(tmp_path) as client:
+        now, more = client.part("what_if", run="run", change="rewards*2")["outcomes"]
+        assert now["change"] == "as it is" and more["seconds"] < now["seconds"] and not more["why"]
+        for change, said in (("trainer.imports=[this]", "Python code: trainer.imports: this"), ("x.y=1", "x.y")):
+            _, refused = client.part("what_if", run="run", change=change)["outcomes"]
+            assert said in refused["why"]
+        status, _, text = client.ask(f"/api/what_if?{urlencode({'run': 'run', 'change': 'faster'})}")
+        assert status == 400 and "--what-if faster: write rollout+1" in json.loads(text)["error"]
+    assert hashes(tmp_path) == before
+
+
+def late_metric(folder: Path) -> None:
+    """It appears at step 900, and is something else than a number at the next two."""
+    lines = [{"step": step, "t": 1e9 + step, "restart": 0, "kind": "train"} for step in range(900, 904)]
+    values: tuple[Any, ...] = ({"late": {"one": 1.5}, "a/b": 1.0}, {"late": "two", "a/b": {"c": 2.0}})
+    values += ({"late": {"one": [3]}, "a": 7}, {"late": {"one": 2.5}})
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({**line, "m": m}) + "\n" for line, m in zip(lines, values, strict=True))
+
+
+def torn_samples(folder: Path) -> None:
+    path = folder / "samples" / "000003.parquet"
+    path.write_bytes(path.read_bytes()[:-100])
+    (folder / "samples" / "000004.parquet").write_bytes(b"")
+    (folder / "samples" / "000005.parquet").write_bytes(b"PAR1" + os.urandom(500) + b"PAR1")
+
+
+def no_spans(folder: Path) -> None:
+    shutil.rmtree(folder / "spans")
+
+
+def newer_schema(folder: Path) -> None:
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"t": 1, "restart": 1, "kind": "start", "message": "started", "schema": 99}\n')
+
+
+def clock_steps_back(folder: Path) -> None:
+    for path in (folder / "metrics.jsonl", folder / "spans" / "training.jsonl"):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        for record in records[len(records) // 2 :]:
+            record |= {name: record[name] - 5000 for name in ("t", "t0", "t1") if name in record}
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def two_rollbacks(folder: Path) -> None:
+    for restart, resumed_at in ((1, 8), (2, 4)):
+        with RunFolder(folder, restart) as run:
+            run.event("start", "resumed", resumed_at=resumed_at)
+            run.metrics(resumed_at + 1, "train", {"reward/mean_score": 0.1 * restart, "timing_s/step": 1.0})
+
+
+def wrong_kinds(folder: Path) -> None:
+    """Files that hold something else than they should."""
+    for name in ("run.json", "plan.json", "config.yaml", "ledger.jsonl"):
+        (folder / name).write_bytes(b"[1, 2\x00\xff\n{}\n[]\n" * 3)
+    (folder / "tokens").mkdir()
+    for name in ("000001.safetensors", TOKEN_TEXTS):
+        (folder / "tokens" / name).write_bytes(os.urandom(100))
+    with (folder / "events.jsonl").open("ab") as file:
+        file.write(b'\x00\x00\n{"kind": 7, "step": {}, "t": "x"}\n')
+
+
+def only_its_mark(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name != ".distflow-run":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+PARTS = ("top", "judged", "learned", "setup", "time", "histograms", "curves", "others", "samples", "groups", "waits")
+PARTS += ("trust", "step", "state", "trace")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (late_metric, {"others": ",null,1.5,null,null,2.5]"}),
+        (torn_samples, {"judged": "000003.parquet is damaged: its samples are missing here"}),
+        (no_spans, {"waits": '"waits":[]', "time": '"timelines":[]'}),
+        (newer_schema, {"top": "is of version 99 of the schema", "samples": "is of version 99", "sql": "version 99"}),
+        (clock_steps_back, {}),
+        (two_rollbacks, {"curves": '"x":[0,1,2,3,4,5]'}),
+        (wrong_kinds, {"judged": "events.jsonl cannot be read"}),
+        (only_its_mark, {"judged": "No step has been recorded yet."}),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_a_damaged_run_has_partial_pages_or_a_message(
+    tmp_path: Path, damage: Callable[[Path], None], said: dict[str, str]
+) -> None:
+    damage(write_run(tmp_path / "run"))
+    before = hashes(tmp_path)
+    queries = {"sample": {"uid": "203-1", "step": 2}, "group": {"step": 2, "split": "train", "first": 3}}
+    queries |= {"sql": {"query": "select count(*) from samples, metrics, spans, groups, findings"}}
+    queries |= {name: {} for name in PARTS}
+    with serve(tmp_path) as client:
+        for name, query in queries.items():
+            status, _, text = client.ask(f"/api/{name}?{urlencode({'run': 'run', **query})}")
+            assert status == 200 or (status == 400 and json.loads(text)["error"]), (name, text)
+            assert said.get(name, "") in text.replace('": ', '":').replace(", ", ","), name
+        for page in PAGES:
+            assert client.ask(f"/{page.name if page.of_run else ''}?run=run")[0] in (200, 400)
+        assert client.part("runs")["runs"][0]["run"] == "run"
+        assert _invoice_columns(tmp_path / "run").keys() == {"idle", "best"}
+    assert hashes(tmp_path) == before
+
+
+def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "run")
+    before = hashes(tmp_path / "runs")
+    (tmp_path / "tmp").mkdir()
+    command = [sys.executable, "-m", "distflow", "dashboard", str(tmp_path / "runs"), "--port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    ) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        client = Client(int(server.stdout.readline().split()[0].rstrip("/").rpartition(":")[2]))
+        all_samples(client, "run")
+        assert client.part("groups", run="run", text="the answer is 13")["total"] == 12
+        server.kill()
+    assert hashes(tmp_path / "runs") == before and [*(tmp_path / "tmp").iterdir()] == []

@@ -1,5 +1,6 @@
 """`distflow why`: what it prints of a run's folder, and what it says where there is nothing to print."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,8 @@ def test_groups_retries_drops_and_rewards(tmp_path: Path, capsys: pytest.Capture
     assert (status, err) == (0, "")
     assert lines[0] == f"step 2 of {run_dir}: 2 groups, 2,006 tokens, staleness at most 0"
     assert lines[1].startswith("consumed 20") and lines[1].endswith("by restart 0; it made version 2 of the weights")
+    last = r"the last group to be done was ([24]), \S+ s after its start; its longest response is \1-0"
+    assert re.fullmatch(last, lines[2])
     start = lines.index("groups")
     head = "group epoch row version stale worker attempts tokens samples reward errors score reward parts"
     assert " ".join(lines[start + 1].split()) == head

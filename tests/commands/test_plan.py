@@ -219,6 +219,14 @@ def test_changes_are_in_text_and_json(capsys: pytest.CaptureFixture[str]) -> Non
     assert f"response/2: a step of {shorter['seconds']:.3g} s" in text and "rollout.n=0: it cannot run" in text
 
 
+def test_code_that_a_config_or_a_change_names_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "quickstart_grpo", TINY, "--device", "cpu", "--no-code"]
+    assert main([*words, "trainer.imports=[this]"]) == 2
+    assert "the plan would import Python code: trainer.imports: this" in capsys.readouterr().err
+    assert main([*words, "--what-if", "trainer.imports=[this]"]) == 0
+    assert "Python code: trainer.imports: this" in capsys.readouterr().out.split("what if")[1]
+
+
 def test_a_timeout_of_rewards_cuts_their_times_and_is_refused_where_there_are_none(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

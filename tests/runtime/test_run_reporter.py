@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from distflow.errors import TrustError, UserError
+from distflow.models.loading import load_tokenizer
+from distflow.observe.crash_safe_files import read_object
 from distflow.observe.report.build import report_data
 from distflow.observe.run_reader import read_events, read_samples, sample_splits, sample_steps
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.observe.writing.timing import COLLECTIVE, DATA, RANKS, Wait
-from distflow.runtime.run_reporter import Recorder, ReportingProcess, reported
+from distflow.runtime.run_reporter import TOKEN_TEXTS, Recorder, ReportingProcess, reported
 from distflow.runtime.spec import Spec
 from tests.e2e.runs import Playground
 from tests.observe.writing.test_trackers import listening
@@ -39,12 +41,17 @@ def record(spec: Spec, folder: Path, **options: Any) -> Recorder:
     ],
 )
 def test_groups_are_kept_as_asked(spec: Spec, tmp_path: Path, mode: dict[str, Any], left: list[int]) -> None:
+    tokenizer = load_tokenizer("builtin:tiny-arithmetic")
     with record(spec, tmp_path / "run", **mode) as recorder:
         for step in range(1, 5):
-            recorder.keep_groups(step, group())
+            recorder.keep_groups(step, group(), tokenizer)
         recorder.status = "finished"
     found = sorted(path.name for path in (tmp_path / "run").glob("tokens/*"))
-    assert found == [f"{step:06d}.safetensors" for step in left]
+    assert found == [f"{step:06d}.safetensors" for step in left] + ([TOKEN_TEXTS] if left else [])
+    if left:
+        texts = read_object(tmp_path / "run" / "tokens" / TOKEN_TEXTS)["texts"]
+        assert "".join(texts[token] for token in tokenizer("1+2=")["input_ids"]) == "1+2="
+        assert len(texts) == len(tokenizer)
 
 
 def test_spans_of_each_worker_are_there_after_a_step_whatever_becomes_of_it(spec: Spec, tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
 """What the pages of `distflow dashboard` show, as JSON: the parts of a report, and what `why`, `show`, `doctor`, `diff`
 and `sql` know. Everything is read from the folders of runs; what was read is kept until a file changes."""
 
+import json
 import math
 import os
 import re
+import subprocess
+import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,18 +18,28 @@ from typing import Any, Self
 
 from distflow.commands import export_replay_report_why as why
 from distflow.commands import sql_show_and_diff as show
-from distflow.commands.run_sql import VIEWS, query_runs, saved_tokens
-from distflow.commands.samples_index import SamplesIndex
+from distflow.commands.run_sql import VIEWS, query_runs, saved_tokens, token_texts
+from distflow.commands.samples_index import MAX_PICTURE_BYTES, SamplesIndex
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import read_object, read_records, to_number
 from distflow.observe.metrics import flatten, headline_names
 from distflow.observe.report import chart_data, doctor, samples
 from distflow.observe.report import graph_and_timelines as step_parts
 from distflow.observe.report.build import RunPages
+from distflow.observe.report.invoice import shares
 from distflow.observe.report.run_rules import measured_phases
-from distflow.observe.report.summary_sentences import ACCURACY, PROBLEM_KINDS, REWARD, audited, status
+from distflow.observe.report.summary_sentences import (
+    ACCURACY,
+    NO_END,
+    PROBLEM_KINDS,
+    REWARD,
+    audited,
+    known_values,
+    status,
+)
 from distflow.observe.run_reader import GrowingMetrics, flat_config, read_events, read_timeline
-from distflow.observe.writing.run_folder import MARK, writer_of
+from distflow.observe.writing.run_folder import MARK, WRITER, writer_of
+from distflow.untrusted_files import read_file
 
 MAX_POINTS = 2000
 MAX_VALUES = 600_000
@@ -35,6 +49,10 @@ _TAIL_BYTES = 200_000
 _COARSE = 4
 _MARKS = {MARK, "metrics.jsonl", "events.jsonl"}
 _MAX_TEXT = 100_000
+_WHAT_IF_S, _LONGEST_PAUSE_S = 60.0, 30.0
+_HEADLINES = {"reward": REWARD, "accuracy": ACCURACY, "loss": "sft/loss"}
+_NO_INVOICE: dict[str, Any] = {"idle": None, "best": {}}
+_HOST = re.compile(rb"pid \d+ on (\S+)")
 _CHARTS_OF = {
     "time": (re.compile(r"timing_s/|throughput/|memory/"), re.compile(r"timing_s/|throughput/")),
     "trust": (re.compile(r"mismatch/|canary/|async/|rollout_corr/"), re.compile(r"mismatch/|canary/|rollout_corr/")),
@@ -90,12 +108,18 @@ class Dashboard:
         self.folder = folder.resolve()
         self._open: OrderedDict[Path, OpenRun] = OrderedDict()
         self._rows: dict[Path, tuple[object, dict[str, Any]]] = {}
-        self._lock = threading.Lock()
+        self._invoices: dict[Path, tuple[object, dict[str, Any]]] = {}
+        self._wanted: dict[Path, object] = {}
+        self._lock, self._is_closed = threading.Lock(), threading.Event()
+        self._reader = threading.Thread(target=self._read_invoices, daemon=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._is_closed.set()
+        if self._reader.is_alive():
+            self._reader.join()
         for run in self._open.values():
             run.close()
 
@@ -149,7 +173,7 @@ class Dashboard:
         chosen = [path for _, path in found if all(self._fits(path, word) for word in words)]
         hint = "No run is there: `distflow train` writes into runs/, and a folder can be named after `dashboard`"
         note = "" if chosen else "None of them fits" if found else hint
-        rows = [self._row(path) for path in chosen[start : start + RUNS_OF_PAGE]]
+        rows = [self._row(path) | self._invoice(path) for path in chosen[start : start + RUNS_OF_PAGE]]
         return {"runs": rows, "total": len(chosen), "of_page": RUNS_OF_PAGE, "folder": str(self.folder), "note": note}
 
     def _fits(self, path: Path, word: str) -> bool:
@@ -179,7 +203,28 @@ class Dashboard:
         known = self._rows.get(path)
         if known is None or known[0] != stamp:
             known = self._rows[path] = (stamp, {"run": self._name(path), **_run_row(path)})
-        return known[1]
+        return known[1] | ({"state": _state_of(path, NO_END)["word"]} if known[1]["state"] == NO_END["word"] else {})
+
+    def _invoice(self, path: Path) -> dict[str, Any]:
+        """What takes longer to read of a run. Until that is read: what was read before."""
+        stamp, (known, columns) = _stamp(path / "metrics.jsonl"), self._invoices.get(path, (None, _NO_INVOICE))
+        if known != stamp:
+            self._wanted[path] = stamp
+            with self._lock:
+                if self._reader.ident is None:
+                    self._reader.start()
+        return columns
+
+    def _read_invoices(self) -> None:
+        """Consumes the runs whose invoices are wanted · waits five times as long as each took · unblocked by the end ·
+        produces columns of the page Runs."""
+        pause = 0.1
+        while not self._is_closed.wait(pause):
+            pause = 0.1
+            if self._wanted:
+                (path, stamp), start = self._wanted.popitem(), time.monotonic()
+                self._invoices[path] = (stamp, _invoice_columns(path))
+                pause = min(5 * (time.monotonic() - start), _LONGEST_PAUSE_S)
 
 
 @lru_cache(maxsize=_MAX_RUNS)
@@ -189,7 +234,7 @@ def _lower_config(path: Path, stamp: tuple[int, int]) -> list[tuple[str, str]]:
 
 def _run_row(path: Path) -> dict[str, Any]:
     """A run in one line, from the ends of its files."""
-    row: dict[str, Any] = dict.fromkeys(("step", "total", "reward", "accuracy", "speed"))
+    row: dict[str, Any] = dict.fromkeys(("step", "total", "speed", *_HEADLINES))
     row |= {"state": "unreadable", "rewards": [], "problems": 0, "written": _stamp(path / "metrics.jsonl")[1] / 1e9}
     try:
         records = read_records(path / "metrics.jsonl", _TAIL_BYTES, path)[0]
@@ -198,13 +243,39 @@ def _run_row(path: Path) -> dict[str, Any]:
     except UserError as error:
         return row | {"state": str(error)[:200]}
     values = [flatten(nested) for record in records if isinstance(nested := record.get("m"), dict)]
-    for name, metric in (("reward", REWARD), ("accuracy", ACCURACY), ("speed", "throughput/tokens_per_s")):
+    for name, metric in {**_HEADLINES, "speed": "throughput/tokens_per_s"}.items():
         row[name] = next((to_number(each[metric]) for each in reversed(values) if metric in each), None)
     steps = [step for record in records if isinstance(step := record.get("step"), int)]
     problems = sum(event.kind in PROBLEM_KINDS and not event.rolled_back for event in events)
     row |= {"step": max(steps, default=0), "total": total, "state": status(events)["word"], "problems": problems}
     rewards = [to_number(each[REWARD]) for each in values if REWARD in each]
     return row | {"rewards": [value for value in rewards if value is not None and math.isfinite(value)]}
+
+
+def _invoice_columns(path: Path) -> dict[str, Any]:
+    """The share of idle time, and the best of all steps."""
+    found: dict[str, Any] = {"idle": None, "best": {}}
+    with suppress(UserError):  # its row says so
+        pages = RunPages(path)
+        for name, metric in _HEADLINES.items():
+            if values := known_values(pages.steps, metric):
+                found["best"][name] = min(values) if name == "loss" else max(values)
+        seconds = {kind: sum(causes.values()) for kind, causes in shares(pages.for_rules.charges).items()}
+        found["idle"] = seconds["idle"] / total if (total := sum(seconds.values())) else None
+    return found
+
+
+def _state_of(run_dir: Path, found: dict[str, str]) -> dict[str, str]:
+    """The status of a run; of one without an end whether it is running, by the lock of its folder."""
+    if found["word"] != NO_END["word"]:
+        return found
+    if (writer := writer_of(run_dir)) is not None:
+        return {"word": "running", "detail": f"process {writer} writes to the folder"}
+    with suppress(OSError):
+        host = _HOST.match(read_file(run_dir / WRITER, run_dir, _TAIL_BYTES))
+        if host and host[1].decode("utf-8", "replace") == os.uname().nodename:
+            return {"word": "crashed", "detail": "it has no end, and no process of this machine writes to the folder"}
+    return found
 
 
 def _whole(text: str) -> int:
@@ -220,7 +291,11 @@ def _state(run: OpenRun, query: Query) -> dict[str, Any]:
     version = run.version
     if query.get("page") == "samples":
         version += f".{run.index().refresh()}"
-    return {"version": version, "status": status(read_events(run.run_dir, None, _TAIL_BYTES))}
+    return {"version": version, "status": _status(run)}
+
+
+def _status(run: OpenRun) -> dict[str, str]:
+    return _state_of(run.run_dir, status(read_events(run.run_dir, None, _TAIL_BYTES)))
 
 
 def _curves(run: OpenRun, query: Query) -> dict[str, Any]:
@@ -247,10 +322,11 @@ def _step(run: OpenRun, query: Query) -> dict[str, Any]:
     pages = run.pages()
     known = sorted(step for step, values in pages.steps.items() if "timing_s/step" in values or step > 0)
     step = _whole(text) if (text := query.get("step", "")) else max(known, default=0)
-    content: dict[str, Any] = {"step": step, "head": [], "groups": [], "dropped_note": "", "dropped": []}
+    content: dict[str, Any] = {"step": step, "head": [], "slowest": ""}
+    content |= {"groups": [], "dropped_note": "", "dropped": []}
     try:
         found = why.step_content(run.run_dir, step)
-        content |= {name: getattr(found, name) for name in ("head", "groups", "dropped_note", "dropped")}
+        content |= {name: getattr(found, name) for name in ("head", "slowest", "groups", "dropped_note", "dropped")}
     except UserError as error:  # the time line may be there
         content["head"] = [str(error)]
     return content | {
@@ -279,19 +355,24 @@ def _sample(run: OpenRun, query: Query) -> dict[str, Any]:
     facts = [] if group is None else [["row", f"{group.row} of epoch {group.epoch}"], ["state", group.state]]
     if group is not None and group.started is not None and group.completed is not None:
         facts.append(["generated and scored in", f"{group.completed - group.started:.3g} s"])
-    names = ("id", "trained", "log_prob", "old", "ref", "advantage", "version")
-    rows = (row[3:] for row in saved_tokens(run.run_dir, found.step) if row[1] == uid)
+    names = ("id", "trained", "log_prob", "old", "ref", "advantage", "version", "text", "owner")
+    saved = saved_tokens(run.run_dir, found.step, token_texts(run.run_dir))
+    rows = (row[3:] for row in saved if row[1] == uid)
     tokens = [dict(zip(names, values, strict=True)) for values in rows]
     for token in tokens:
+        if token["trained"] is False:  # nobody drew it: it has no log-prob and no version
+            token |= dict.fromkeys(("log_prob", "old", "advantage", "version"))
         both = [value for name in ("old", "log_prob") if isinstance(value := token[name], float)]
         token["difference"] = both[0] - both[1] if len(both) == 2 else None
         token["trained"] = None if token["trained"] is None else int(bool(token["trained"]))
+    shown = samples.sample_groups([row], found.step, found.split, _MAX_TEXT)
+    shown[0]["pictures"] = samples.add_pictures(run.run_dir, shown, MAX_PICTURE_BYTES)
     return {
         "uid": uid,
         "step": found.step,
         "split": found.split,
         "facts": facts,
-        "group": samples.sample_groups([row], found.step, found.split, _MAX_TEXT)[0] | {"videos": []},
+        "group": shown[0],
         "others": [{"uid": each.get("uid"), "score": to_number(each.get("score"))} for each in found.rows],
         "tokens": tokens,
     }
@@ -303,12 +384,32 @@ def _waits(run: OpenRun, query: Query) -> dict[str, Any]:
     return {"waits": step_parts.waits(pages.activity), "phases": _phases(run.run_dir, medians, "median")}
 
 
+_planning = threading.Lock()
+
+
+def _what_if(run: OpenRun, query: Query) -> dict[str, Any]:
+    """What `distflow plan` says of the run with a change: in a process of its own, which can be ended, and which
+    imports no code that the run's config or the change names."""
+    change = query.get("change", "").replace("\0", "")
+    command = [sys.executable, "-m", "distflow", "plan", "--from", str(run.run_dir), f"--what-if={change}"]
+    with _planning:  # one at a time
+        try:
+            done = subprocess.run(
+                [*command, "--no-code", "--json"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_WHAT_IF_S
+            )
+        except subprocess.TimeoutExpired as error:
+            raise UserError(f"the plan took more than {_WHAT_IF_S:g} s: use `distflow plan --what-if`") from error
+    if done.returncode:
+        raise UserError(done.stderr.decode("utf-8", "replace").removeprefix("distflow: ").strip()[:_MAX_TEXT])
+    return {"outcomes": json.loads(done.stdout)["what_if"]}
+
+
 def _trust(run: OpenRun, query: Query) -> dict[str, Any]:
     pages = run.pages()
     running = writer_of(run.run_dir) is not None
     extra = (doctor.failed_run(pages.for_rules), doctor.unfinished(pages.for_rules, running))
     found = [*filter(None, extra), *pages.examination.problems()]
-    audits = [{str(key): _listed(value) for key, value in each.items()} for each in audited(pages.events)]
+    audits = [{"of": "", **{str(key): _listed(value) for key, value in each.items()}} for each in audited(pages.events)]
     return {
         "findings": [each._asdict() for each in found],
         "clean": pages.examination.clean,
@@ -370,7 +471,7 @@ def _sql(runs: Mapping[str, OpenRun], query: Query) -> dict[str, Any]:
 _OF_SEVERAL: Mapping[str, Callable[[Mapping[str, OpenRun], Query], dict[str, Any]]] = {"compare": _compare, "sql": _sql}
 _OF_ONE: Mapping[str, Callable[[OpenRun, Query], dict[str, Any]]] = {
     "state": _state,
-    "top": lambda run, query: run.pages().top(),
+    "top": lambda run, query: run.pages().top() | {"status": _status(run)},
     "judged": lambda run, query: run.pages().judged(),
     "learned": lambda run, query: run.pages().learned(),
     "setup": lambda run, query: run.pages().setup(),
@@ -384,6 +485,7 @@ _OF_ONE: Mapping[str, Callable[[OpenRun, Query], dict[str, Any]]] = {
     "group": lambda run, query: run.index().group(query),
     "sample": _sample,
     "waits": _waits,
+    "what_if": _what_if,
     "trust": _trust,
     "trace": lambda run, query: step_parts.trace(run.run_dir, query.get("step") or None)[0],
 }

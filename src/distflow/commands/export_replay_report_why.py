@@ -91,13 +91,14 @@ def add_why_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class StepContent(NamedTuple):
-    """What a step was made of. head: sentences. groups, dropped: rows of tables. dropped_note: a title. damage: of the
-    samples' files."""
+    """What a step was made of. head: sentences. slowest: the uid of the longest response of the group that was done
+    last. groups, dropped: rows of tables. dropped_note: a title. damage: of the samples' files."""
 
     lineage: "StepLineage"
     responses: Mapping[int, "Responses"]
     invoice: dict[str, Any]
     head: list[str]
+    slowest: str
     groups: list[dict[str, str]]
     dropped_note: str
     dropped: list[dict[str, str]]
@@ -120,7 +121,9 @@ def step_content(run_dir: Path, step: int) -> StepContent:
         found = read_charges(run_dir, step)
     except UserError as error:
         found, damage = [], [*damage, f"where its time went is unknown: {error}"]
-    head = _head(lineage, run_dir) + [escape_control(line, one_line=True) for line in invoice_lines(found, price)]
+    last, slowest = _last_done(lineage, responses)
+    head = _head(lineage, run_dir) + last
+    head += [escape_control(line, one_line=True) for line in invoice_lines(found, price)]
     if lineage.consumed_at is not None and not responses:
         name = f"{SAMPLES}/{sample_file_name(step, 'train')}"
         head.append(f"scores and reward parts are missing: {name} is missing, empty or rolled back")
@@ -129,7 +132,7 @@ def step_content(run_dir: Path, step: int) -> StepContent:
     reasons = Counter(_short(group.reason or "") for group in lineage.dropped)
     note = f"dropped meanwhile: {', '.join(f'{count} {reason}' for reason, count in reasons.most_common()) or 'none'}"
     dropped = list(map(_dropped_row, lineage.dropped))
-    return StepContent(lineage, responses, invoice_json(found, price), head, groups, note, dropped, damage)
+    return StepContent(lineage, responses, invoice_json(found, price), head, slowest, groups, note, dropped, damage)
 
 
 def run_why(arguments: argparse.Namespace) -> int:
@@ -166,6 +169,21 @@ def _head(lineage: "StepLineage", run_dir: Path) -> list[str]:
         f"{name}: {count_of(len(lineage.groups), 'group')}, {tokens:,} tokens{bound}",
         f"consumed {_moment(lineage.consumed_at)} by restart {lineage.restart}; {_outcome(lineage)}",
     ]
+
+
+def _last_done(lineage: "StepLineage", responses: Mapping[int, "Responses"]) -> tuple[list[str], str]:
+    """A sentence on the group for which the step waited, and the uid of its longest response."""
+    timed = [group for group in lineage.groups if group.completed is not None and group.attempts]
+    if len(timed) < 2:
+        return [], ""
+    last = max(timed, key=lambda group: group.completed or 0.0)
+    took = f"{(last.completed or 0.0) - last.attempts[-1].t:.3g} s after its start"
+    own = responses.get(last.group_id, ())
+    lengths = {str(each.get("uid")): to_number(each.get("response_length")) for each in own}
+    longest = max(lengths, key=lambda uid: lengths[uid] or 0.0, default="")
+    tokens = f" of {lengths[longest]:,.0f} tokens" if longest and lengths[longest] else ""
+    also = f"; its longest response is {_short(longest)}{tokens}" if longest else ""
+    return [f"the last group to be done was {last.group_id}, {took}{also}"], longest
 
 
 def _outcome(lineage: "StepLineage") -> str:

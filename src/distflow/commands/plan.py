@@ -47,6 +47,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mtbf-hours", type=_seconds, default=0.0, metavar="MEAN", help="mean time between failures of a device"
     )
+    parser.add_argument("--no-code", action="store_true", help="refuse a config that names Python code to import")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the time line and memory bars")
 
@@ -88,6 +89,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         arguments.lengths,
         {"reward": arguments.reward_seconds, "tool": arguments.tool_seconds, "mtbf": 3600 * arguments.mtbf_hours},
         arguments.measured,
+        not arguments.no_code,
     )
     run = planner.run
     simulated = planner.simulate(run, arguments.simulate) if arguments.simulate else None

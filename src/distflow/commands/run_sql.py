@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,8 @@ VIEWS: dict[str, str] = {
     "metrics": "run VARCHAR, step BIGINT, kind VARCHAR, key VARCHAR, value DOUBLE, t DOUBLE, restart BIGINT",
     "samples": "",
     "tokens": "run VARCHAR, step BIGINT, uid VARCHAR, position BIGINT, token BIGINT, is_trained BOOLEAN, "
-    + ", ".join(f"{name.removesuffix('s')} DOUBLE" for name in _TOKEN_COLUMNS),
+    + ", ".join(f"{name.removesuffix('s')} DOUBLE" for name in _TOKEN_COLUMNS)
+    + ", text VARCHAR, owner VARCHAR",
     "spans": "run VARCHAR, actor VARCHAR, t0 DOUBLE, t1 DOUBLE, kind VARCHAR, what VARCHAR, step BIGINT, "
     "group_id BIGINT, version BIGINT, waits_for VARCHAR, restart BIGINT",
     "invoice": "run VARCHAR, step BIGINT, device BIGINT, kind VARCHAR, cause VARCHAR, seconds DOUBLE",
@@ -194,31 +196,57 @@ def _tokens(run_dir: Path) -> Iterator[Row]:
     from distflow.runtime.run_reporter import TOKENS
 
     found = (_TOKENS_FILE.fullmatch(file.name) for file in (run_dir / TOKENS).glob("*.safetensors"))
+    texts = token_texts(run_dir)
     for step in sorted({int(match[1]) for match in found if match}):
-        yield from saved_tokens(run_dir, step)
+        yield from saved_tokens(run_dir, step, texts)
 
 
-def saved_tokens(run_dir: Path, step: int) -> Iterator[Row]:
+def token_texts(run_dir: Path) -> list[str]:
+    """Of the vocabulary; empty if no step was saved."""
+    from distflow.runtime.run_reporter import TOKEN_TEXTS, TOKENS
+
+    texts = read_object(run_dir / TOKENS / TOKEN_TEXTS, run_dir).get("texts")
+    return [str(text) for text in texts] if isinstance(texts, list) else []
+
+
+def saved_tokens(run_dir: Path, step: int, texts: Sequence[str] = ()) -> Iterator[Row]:
     """The tokens of a step that `trainer.save_groups` saved, as `VIEWS` describes them, without the run. Nothing if
-    there is no file, or it is torn."""
+    there is no file, or it is torn. texts: see `token_texts`."""
     from safetensors import SafetensorError
 
     from distflow.runtime.run_reporter import load_groups
 
     with suppress(OSError, ValueError, KeyError, SafetensorError):
-        yield from _tokens_of(load_groups(run_dir, step), step)
+        yield from _tokens_of(load_groups(run_dir, step), step, texts)
 
 
-def _tokens_of(batch: "Batch", step: int) -> Iterator[Row]:
+def _tokens_of(batch: "Batch", step: int, texts: Sequence[str]) -> Iterator[Row]:
     axis, lengths = batch.field("response_ids").axis, batch.lengths("response").tolist()
     uids = [str(uid) for uid, length in zip(batch["uid"], lengths, strict=True) for _ in range(length)]
     positions = [position for length in lengths for position in range(length)]
-    own, *others = (
+    masks, *others = (
         batch.flat(name).tolist() if name in batch and batch.field(name).axis == axis else [None] * len(uids)
-        for name in ("response_ids", "response_mask", *_TOKEN_COLUMNS)
+        for name in ("response_mask", *_TOKEN_COLUMNS)
     )
-    masks = [None if mask is None else mask > 0 for mask in others[0]]
-    yield from zip([step] * len(uids), uids, positions, own, masks, *others[1:], strict=True)
+    ids: list[int] = batch.flat("response_ids").tolist()
+    trained = [None if mask is None else mask > 0 for mask in masks]
+    read = [texts[token] if 0 <= token < len(texts) else None for token in ids]
+    owners = _owners(batch) if "owners" in batch else [None] * len(uids)
+    yield from zip([step] * len(uids), uids, positions, ids, trained, *others, read, owners, strict=True)
+
+
+def _owners(batch: "Batch") -> list[str]:
+    """Of each token of the responses; behind the name of its conversation, or of its agent, if it has one."""
+    found = []
+    said = batch["conversation"] if "conversation" in batch else [()] * len(batch)
+    for agent, forks, parts, turns in zip(batch["agent"], batch["forks"], batch["owners"], said, strict=True):
+        own = [owner for owner, number in parts for _ in range(number)]
+        agents = [turn["agent"] for turn in turns if "agent" in turn and turn["agent"] not in dict(forks)]
+        first = agents[0] if agents else "" if agent == "policy" else agent
+        starts = [(0, first), *((start, name) for name, start in forks), (len(own), "")]
+        for (start, name), (end, _) in pairwise(starts):
+            found += [f"{name}: {owner}" if name else owner for owner in own[start:end]]
+    return found
 
 
 def _spans(run_dir: Path) -> Iterator[Row]:

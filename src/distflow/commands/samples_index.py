@@ -1,26 +1,35 @@
 """The samples of a run as the dashboard's table asks for them: sorted, filtered and by pages.
 
-A thread reads the sample files, the last steps first, into a DuckDB file outside the run's folder: a row for each group
-of responses, as in a report. The texts are in a table of their own, which only a search reads.
+A thread reads the sample files, the last steps first, into a table of DuckDB: a row for each group of responses, as in
+a report. The texts are in a nameless file, which only a search reads.
 """
 
 import math
+import mmap
+import os
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Final, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
 
 from distflow.commands.run_sql import MAX_ROWS, query_runs
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON, encode, parse_object
-from distflow.observe.report.samples import SampleGroup, sample_groups
+from distflow.observe.report.samples import SampleGroup, add_pictures, sample_groups
 from distflow.observe.run_reader import RIGHT, Timeline, read_samples, read_timeline, sample_files
 from distflow.observe.sample_files import SAMPLES
 
-ROWS_OF_PAGE = 20
+ROWS_OF_PAGE, MAX_PICTURE_BYTES = 20, 2**24
 _MAX_SHOWN, _WHOLE_TEXT, _MAX_DOMAINS = 160, 1_000_000, 200
-_FIRST_ANSWER_S = 0.4
+_FIRST_ANSWER_S, _SEARCH_S = 0.4, 0.25
+_BLOCK, _PIECES, _BITS, _MAX_HASHES = 64, (2, 3, 6), 15, 48
+_HASH: Final = np.uint64(0x9E3779B97F4A7C15)
 _WHICH = {
     "all": "true",
     "mixed": "low < high",
@@ -63,13 +72,12 @@ class SamplesIndex:
             import duckdb
         except ImportError as error:
             raise UserError("the page Samples needs DuckDB: pip install 'distflow[ui]'") from error
-        self._run_dir, self._folder = run_dir, tempfile.TemporaryDirectory(prefix="distflow-dashboard-")
-        self._connection = duckdb.connect(f"{self._folder.name}/samples.duckdb", config={"memory_limit": "1GB"})
+        self._run_dir, self._texts = run_dir, Texts()
+        self._connection = duckdb.connect(":memory:", config={"memory_limit": "1GB"})
         self._connection.execute(f"create table groups ({', '.join(f'{n} {kind}' for n, kind in _KINDS.items())})")
-        self._connection.execute("create table texts (id BIGINT, content VARCHAR)")
         self._read, self._known = set[tuple[str, int]](), set[tuple[str, int]]()  # up to date, and in the tables
         self._seen: object = None
-        self._next_id, self._is_closed, self._lock = 0, threading.Event(), threading.Lock()
+        self._is_closed, self._lock = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
 
     def close(self) -> None:
@@ -77,7 +85,7 @@ class SamplesIndex:
         if self._thread is not None:
             self._thread.join()
         self._connection.close()
-        self._folder.cleanup()
+        self._texts.close()
 
     def refresh(self) -> str:
         """Begin to read what is new, and wait a little for it. Returns what changes when more was read."""
@@ -94,7 +102,7 @@ class SamplesIndex:
             thread = self._thread
         if thread is not None:
             thread.join(_FIRST_ANSWER_S)
-        return f"{len(self._read)}.{self._next_id}"
+        return f"{len(self._read)}.{len(self._texts)}"
 
     def _files(self) -> list[tuple[str, int]]:
         """The splits and steps that have sample files, the last steps first."""
@@ -120,21 +128,14 @@ class SamplesIndex:
         """Replace the groups of a file."""
         import pyarrow
 
-        start, self._next_id = self._next_id, self._next_id + len(groups)
-        rows = [_row(group, start + place, place) for place, group in enumerate(groups)]
-        texts = pyarrow.table({"id": range(start, self._next_id), "content": list(map(_text_of, groups))})
+        rows = [_row(group, self._texts.append(_text_of(group)), place) for place, group in enumerate(groups)]
         connection.execute("begin")
         if (split, step) in self._known:
-            chosen = "from groups where split = ? and step = ?"
-            connection.execute(f"delete from texts where id in (select id {chosen})", [split, step])
-            connection.execute(f"delete {chosen}", [split, step])
+            connection.execute("delete from groups where split = ? and step = ?", [split, step])
         self._known.add((split, step))
         if rows:
-            arriving = pyarrow.table({name: [row[name] for row in rows] for name in _KINDS})
-            connection.register("arriving", arriving)
-            connection.register("arriving_texts", texts)
+            connection.register("arriving", pyarrow.table({name: [row[name] for row in rows] for name in _KINDS}))
             connection.execute("insert into groups select * from arriving")
-            connection.execute("insert into texts select * from arriving_texts")
         connection.execute("commit")
 
     def summary(self) -> dict[str, Any]:
@@ -162,7 +163,8 @@ class SamplesIndex:
         }
 
     def groups(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """A page of the groups that fit. Raises UserError for a wrong number."""
+        """A page of the groups that fit. is_most: `total` is an upper bound, since a text was not sought in all of
+        them. Raises UserError for a wrong number."""
         conditions, values = _conditions(query)
         if where := query.get("where", ""):
             conditions.append("concat_ws(' ', step, split, name) in (select unnest(?))")
@@ -171,12 +173,24 @@ class SamplesIndex:
             f"{_SORTS.get(query.get('sort', ''), 'step')} {'asc' if query.get('down') == '0' else 'desc'} nulls last"
         )
         chosen, cursor = f"from groups where {' and '.join(conditions)}", self._connection.cursor()
-        ((total,),) = cursor.execute(f"select count(*) {chosen}", values).fetchall()
-        start = ROWS_OF_PAGE * int(_number(query.get("page", "0")))
+        order, start = f"order by {order}, step desc, first", ROWS_OF_PAGE * int(_number(query.get("page", "0")))
         names = ("step", "split", "first", "name", "domain", "prompt", "response", "scores", "tokens")
-        limits = f"order by {order}, step desc, first limit {ROWS_OF_PAGE} offset {start}"
+        is_most = False
+        if text := query.get("text", ""):
+            ids = cursor.execute(f"select id {chosen} {order}", values).fetchnumpy()["id"]
+            found, left = self._texts.search(_lowered(text), ids, start + ROWS_OF_PAGE)
+            total, is_most = len(found) + left, left > 0
+            chosen, values, start = (
+                "from groups where id in (select unnest(?::bigint[]))",
+                [found[start:][:ROWS_OF_PAGE]],
+                0,
+            )
+        else:
+            ((total,),) = cursor.execute(f"select count(*) {chosen}", values).fetchall()
+        limits = f"{order} limit {ROWS_OF_PAGE} offset {start}"
         rows = cursor.execute(f"select {', '.join(names)} {chosen} {limits}", values).fetchall()
-        return {"total": total, "groups": [_group(dict(zip(names, row, strict=True))) for row in rows]}
+        groups = [_group(dict(zip(names, row, strict=True))) for row in rows]
+        return {"total": total, "is_most": is_most, "groups": groups}
 
     def _where(self, condition: str) -> list[str]:
         """The groups with a sample that fits a condition of SQL. Raises UserError if it is wrong, or too many fit."""
@@ -194,7 +208,8 @@ class SamplesIndex:
         place = int(_number(first))
         if place >= len(found):
             raise UserError(f"the samples of step {step} are not there any more: a resume may have taken it back")
-        group = found[place] | {"videos": []}  # a report alone makes them
+        group = found[place]
+        group["pictures"] = add_pictures(self._run_dir, [group], MAX_PICTURE_BYTES)
         uids = [str(row.get("uid")) for row in rows if str(row.get("uid")).rpartition("-")[0] == group["name"]]
         if group["name"] and len(uids) == len(group["responses"]):
             for uid, response in zip(uids, group["responses"], strict=True):
@@ -207,7 +222,6 @@ def _conditions(query: Mapping[str, str]) -> tuple[list[str], list[object]]:
     split, _, step = query.get("step", "").rpartition(" ")
     domain = query.get("domain", "all")
     asked: list[tuple[str, Any]] = [
-        ("id in (select id from texts where contains(content, ?))", query.get("text", "").lower() or None),
         ("split = ?", split or None),
         ("step = ?", _number(step) if step else None),
         ("domain = ?", domain[1:] if domain.startswith("=") else None),
@@ -271,11 +285,78 @@ def _is_right(response: Mapping[str, Any]) -> bool | None:
     return value >= RIGHT if _is_number(value) else None
 
 
-def _text_of(group: SampleGroup) -> str:
+def _text_of(group: SampleGroup) -> bytes:
     """All that a search looks through."""
     parts = [group["prompt"], group["truth"]]
     parts += [response.get(name) for response in group["responses"] for name in ("response", "errors", "remarks")]
-    return str(_plain("\n".join(str(part) for part in parts if part is not None).lower()))
+    return _lowered("\n".join(str(part) for part in parts if part is not None))
+
+
+def _lowered(text: str) -> bytes:
+    return text.lower().encode("utf-8", "backslashreplace")
+
+
+class Texts:
+    """Texts by number, in a file. A second file has for each `_BLOCK` of them the hashes of their pieces of `_PIECES`
+    bytes, a word of bits for each hash: a search reads the few words of its own pieces, and only the texts that have
+    all of them. One thread appends."""
+
+    def __init__(self) -> None:
+        self._file, self._blocks = (tempfile.TemporaryFile(buffering=0) for _ in range(2))  # noqa: SIM115  closed by close
+        self._ends, self._words = array("q", [0]), np.zeros(1 << _BITS, np.uint64)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def close(self) -> None:
+        self._file.close()
+        self._blocks.close()
+
+    def append(self, text: bytes) -> int:
+        """Its number."""
+        number, has_piece = len(self), np.zeros(1 << _BITS, np.bool_)
+        has_piece[_hashes(text)] = True
+        self._words |= has_piece.astype(np.uint64) << np.uint64(number % _BLOCK)
+        self._file.write(text)
+        if number % _BLOCK == _BLOCK - 1:
+            self._blocks.write(self._words.tobytes())
+            self._words = np.zeros_like(self._words)
+        self._ends.append(self._ends[-1] + len(text))
+        return number
+
+    def search(self, text: bytes, numbers: NDArray[np.int64], number: int) -> tuple[list[int], int]:
+        """Those of the numbers whose text has this one, and how many more there may be: beyond the first `number`, it
+        looks for more only for a short time."""
+        hashes, known = np.unique(_hashes(text))[-_MAX_HASHES:], self._ends[:]
+        words = np.bitwise_and.reduce([*self._of_pieces(hashes)], axis=0) if len(hashes) else None
+        may_have = None if words is None else np.unpackbits(words.view(np.uint8), bitorder="little")
+        chosen = numbers[numbers < len(known) - 1]
+        chosen = chosen if may_have is None else chosen[may_have[chosen] > 0]
+        found, deadline = list[int](), time.thread_time() + _SEARCH_S
+        for place, each in enumerate(chosen.tolist()):
+            if len(found) >= number and time.thread_time() > deadline:
+                return found, len(chosen) - place
+            if text in os.pread(self._file.fileno(), known[each + 1] - known[each], known[each]):
+                found.append(each)
+        return found, 0
+
+    def _of_pieces(self, hashes: NDArray[np.uint64]) -> Iterator[NDArray[np.uint64]]:
+        """For each hash the words of all blocks."""
+        last, size = self._words.copy(), os.fstat(self._blocks.fileno()).st_size
+        written = mmap.mmap(self._blocks.fileno(), size, access=mmap.ACCESS_READ) if size else b""
+        blocks = np.frombuffer(written, np.uint64).reshape(-1, len(last))
+        for place in hashes:
+            yield np.append(blocks[:, place], last[place])
+
+
+def _hashes(text: bytes) -> NDArray[np.uint64]:
+    """Of each piece; none of a size that the text has not."""
+    padded = text + bytes(8)
+    found = [np.zeros(0, np.uint64)]
+    for size in _PIECES:
+        pieces = np.ndarray((max(len(text) - size + 1, 0),), "<u8", padded, strides=(1,))
+        found.append((pieces << np.uint64(64 - 8 * size)) * _HASH >> np.uint64(64 - _BITS))
+    return np.concatenate(found)
 
 
 def _group(row: dict[str, Any]) -> dict[str, Any]:

@@ -79,6 +79,7 @@ class Batch:
         batch["group_index"] = [s.group_index for s in samples]
         batch["episode_index"] = [s.episode for s in samples]
         batch["forks"] = [[list(fork) for fork in s.forks] for s in samples]
+        batch["owners"] = [[[part.owner, len(part.token_ids)] for part in s.response_segments] for s in samples]
         batch["conversation"] = [[dict(turn) for turn in s.conversation] for s in samples]
         batch["images"] = [_images(s) for s in samples]
         batch["valid"] = [s.valid for s in samples]

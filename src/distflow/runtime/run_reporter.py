@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,7 +21,7 @@ from distflow.config import to_dict
 from distflow.data.batch import Batch
 from distflow.data.random_states import device_module
 from distflow.errors import UserError, count_of
-from distflow.observe.crash_safe_files import replacing
+from distflow.observe.crash_safe_files import encode, replacing, write_atomically
 from distflow.observe.report.build import write_report
 from distflow.observe.report.graph_and_timelines import TRAINING
 from distflow.observe.report.step_rules import StepRules
@@ -34,7 +35,10 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import DECODED, DECODED_S, sample_rows, scores
 from distflow.runtime.user_calls import Callbacks, Caller
 
-TOKENS = "tokens"
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKENS, TOKEN_TEXTS = "tokens", "texts.json"
 
 MAX_TRACEBACK = 10_000
 SAVE_WAITS_S = 10.0
@@ -55,6 +59,17 @@ def keep_groups(run_dir: Path, step: int, batch: Batch, part: int = 0, num_parts
         for path in _saved_files(folder, f"{step:06d}.*.safetensors"):
             if int(path.name.split(".")[1]) >= num_parts:
                 path.unlink(missing_ok=True)
+
+
+def keep_token_texts(run_dir: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Write the text of each token of the vocabulary once, so that saved steps can be read without the tokenizer."""
+    path = run_dir / TOKENS / TOKEN_TEXTS
+    if not path.exists():
+        read = partial(tokenizer.batch_decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]  # some decoders strip a text's first space
+        (prefix,) = read([before])
+        texts = read([[*before, number] for number in range(len(tokenizer))])
+        write_atomically(path, encode({"texts": [text.removeprefix(prefix) for text in texts]}))
 
 
 def forget_groups(run_dir: Path, num_steps: int) -> None:
@@ -330,12 +345,14 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.folder.event("checkpoint", f"saved {path.name}", step=step)
         self._callbacks.call("on_save", step, path)
 
-    def keep_groups(self, step: int, batch: Batch) -> None:
+    def keep_groups(self, step: int, batch: Batch, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Write all columns of this worker's share of a step, if `trainer.save_groups` says so."""
         options, run_dir = self._options, self.folder.path
         if options.save_groups == "none" or self._process.share is None:
             return
         keep_groups(run_dir, step, batch, *self._process.share)
+        if self._process.leads:
+            keep_token_texts(run_dir, tokenizer)
         if options.save_groups == "last_k" and self._process.leads:
             forget_groups(run_dir, options.save_groups_last)
 

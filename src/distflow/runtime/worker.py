@@ -260,7 +260,7 @@ class Worker:
             metrics |= throughput(metrics, phases, int(batch.lengths("sequence").sum()), self._ports.everyone)
             metrics |= server_metrics(self.resources.rollout)
             self._recorder.training_step(step, metrics, batch)
-            self._recorder.keep_groups(step, batch)
+            self._recorder.keep_groups(step, batch, self.resources.tokenizer)
         plan, ends = self._spec.data, self._ends(step, metrics | validated, bool(validated))
         if ends and plan.validates and self.validation.step < step:
             validated = self.validation.validate(step)

@@ -32,7 +32,7 @@ class GroupLineage:
 
     state: at the ledger's end, or trained, or dropped for `reason`. epoch, row: None if it began in another run's
     folder. version: the lowest of its tokens, None until it is queued. tokens: of all its samples. domain: None in a
-    run without domains.
+    run without domains. completed: seconds since 1970; None before.
     """
 
     group_id: int
@@ -44,6 +44,7 @@ class GroupLineage:
     tokens: int | None
     reason: str | None
     domain: str | None = None
+    completed: float | None = None
 
 
 _STATE_AFTER = {
@@ -196,6 +197,7 @@ class _Reader:
             tokens=_whole(complete["tokens"]) if complete else None,
             reason=str(dropped["reason"]) if dropped else None,
             domain=str(known["domain"]) if (known := issued or inherited or {}) and "domain" in known else None,
+            completed=_number(complete["t"]) if complete else None,
         )
 
 

@@ -7,11 +7,17 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
+import torch
+from PIL import Image
 
 from distflow.commands.dashboard import PAGES
+from distflow.data.batch import Batch
+from distflow.observe.crash_safe_files import encode
 from distflow.observe.writing.run_folder import RunFolder
+from distflow.runtime.run_reporter import TOKEN_TEXTS, keep_groups
 from tests.commands.test_dashboard import Client, serve
-from tests.observe.conftest import write_asynchronous_run, write_run
+from tests.launch.plans.test_measured_run import write as write_measured_run
+from tests.observe.conftest import HOSTILE, write_asynchronous_run, write_run
 from tests.observe.report.test_page import BLUE, CONTRAST, count, picture, press
 
 pytestmark = pytest.mark.slow
@@ -172,7 +178,9 @@ def test_pages_rows_and_the_search_are_reached_by_keys(browser: Any, client: Cli
 
 def test_hostile_texts_stay_texts_on_every_page(browser: Any, client: Client) -> None:
     bait = "<script>document.documentElement.dataset.hacked"
-    for page, query in (("samples", {}), ("overview", {}), ("sample", {"uid": "200-0", "step": 2})):
+    pages: tuple[tuple[str, dict[str, Any]], ...] = (("samples", {}), ("overview", {}), ("time", {}))
+    pages += (("sample", {"uid": "200-0", "step": 2}), ("sql", {"query": "select response, reward_parts from samples"}))
+    for page, query in pages:
         open_page(browser, client, page, run="tiny", **query)
         browser.script(
             "document.querySelectorAll('tbody .open').forEach((b) => b.click());"
@@ -201,3 +209,65 @@ def test_chosen_runs_are_compared(browser: Any, client: Client) -> None:
     wait(browser, "location.pathname === '/compare' && document.querySelector('#own table') !== null")
     text = browser.script("document.querySelector('#own').textContent")
     assert "First difference" in text and browser.complaints() == []
+
+
+def test_tokens_are_texts_coloured_by_what_is_chosen_and_images_stand_beside_them(browser: Any, tmp_path: Path) -> None:
+    batch = Batch(torch.tensor([1]), torch.tensor([len(HOSTILE)]))
+    batch["uid"], batch["group_index"], batch["agent"], batch["forks"] = ["0-0"], torch.tensor([0]), ["policy"], [[]]
+    batch["response_ids"] = torch.arange(len(HOSTILE))[None]
+    batch["response_mask"] = torch.tensor([[1.0] * (len(HOSTILE) - 2) + [0.0] * 2])
+    batch["rollout_log_probs"] = -torch.arange(len(HOSTILE))[None].float()
+    batch["owners"] = [[["policy", len(HOSTILE) - 2], ["tool", 2]]]
+    row = {"uid": "0-0", "prompt": "which?", "response": "r", "score": 1.0, "images": ["data/images/a.png"]}
+    with RunFolder(tmp_path / "run", 0) as run:
+        run.samples(1, [row])
+    keep_groups(tmp_path / "run", 1, batch)
+    (tmp_path / "run" / "tokens" / TOKEN_TEXTS).write_bytes(encode({"texts": HOSTILE}))
+    (tmp_path / "run" / "data" / "images").mkdir(parents=True)
+    Image.new("RGB", (28, 28), (230, 40, 40)).save(tmp_path / "run" / "data" / "images" / "a.png")
+    with serve(tmp_path) as client:
+        open_page(browser, client, "sample", run="run", uid="0-0", step=1)
+        spans = "[...document.querySelectorAll('.tokens > span')]"
+        texts = browser.script(f"{spans}.map((span) => span.textContent)")
+        assert texts[0] == HOSTILE[0] and texts[6] == HOSTILE[6] and "U+001B" in texts[4] and texts[9] == "9 "
+        colors = f"{spans}.map((span) => span.style.getPropertyValue('--c'))"
+        by_log_prob = browser.script(colors)
+        assert len({*by_log_prob[:-2]}) == len(HOSTILE) - 2 and {*by_log_prob[-2:]} == {"var(--wait)"}
+        browser.script("document.querySelector('.filters select').value = 'owner'")
+        browser.script("document.querySelector('.filters select').dispatchEvent(new Event('change'))")
+        assert browser.script(colors) == ["var(--c0)"] * (len(HOSTILE) - 2) + ["var(--c1)"] * 2
+        assert browser.script("document.querySelector('.legend').textContent") == "policytool"
+        assert "tokens=owner" in browser.script("location.search")
+        wait(browser, "document.querySelector('.images img').naturalWidth === 28")
+        assert browser.script("document.documentElement.dataset.hacked") is None
+        assert browser.script("document.documentElement.scrollWidth") <= 1280 and browser.complaints() == []
+
+
+def test_the_ready_queries_are_answered(browser: Any, client: Client) -> None:
+    open_page(browser, client, "sql", run="tiny", query="")
+    names = browser.script("Object.keys(QUERIES)")
+    rows = {}
+    for place, name in enumerate(names):
+        browser.script(f"document.querySelectorAll('.choices button')[{place}].click()")
+        wait(browser, "document.body.getAttribute('aria-busy') === 'false'")
+        assert browser.script("document.getElementById('said').textContent") == "", name
+        rows[name] = int(browser.script("document.querySelector('#own .count').textContent").split()[0])
+    assert rows["the reward"] == rows["why did the reward fall? by step"] == 12 and rows["where does the time go?"] > 0
+    assert rows["is the rollout on the new weights?"] == 12 and rows["why did the reward fall? what moved with it"] > 3
+    assert browser.complaints() == []
+
+
+def test_a_change_is_asked_for_on_the_page_of_times(browser: Any, tmp_path: Path) -> None:
+    write_measured_run(tmp_path / "run")
+    with serve(tmp_path) as client:
+        open_page(browser, client, "time", run="run")
+        browser.script("document.querySelector('input[name=change]').value = 'rewards*2'")
+        browser.script("document.querySelector('form button').click()")
+        wait(browser, "document.querySelector('[aria-label=\"What if\"] tbody tr:nth-child(2)')")
+        row = browser.script("document.querySelector('[aria-label=\"What if\"] tbody tr:nth-child(2)').textContent")
+        assert row.startswith("rewards*2") and "-" in row and "GB" in row
+        assert "change=rewards*2" in browser.script("location.search")
+        browser.script("document.querySelector('input[name=change]').value = 'faster'")
+        browser.script("document.querySelector('form button').click()")
+        wait(browser, "document.getElementById('said').textContent.includes('write rollout+1')")
+        assert browser.script("document.querySelector('[aria-label=\"What if\"]')") is None

@@ -53,7 +53,8 @@ class RunPlanner:
     None for what the config says. prompt_tokens, response_tokens: mean lengths. spread: of responses, see
     `length_values`. seconds: means of what takes an exponential time in a simulation: "reward" of a group, "tool" of a
     response, "mtbf" between failures of one device. measured_in: a run that calibrates the plan, instead of
-    `trainer.plan_from`. Properties raise UserError as the run does."""
+    `trainer.plan_from`. runs_code: whether it may import Python code that the config names. Properties raise UserError
+    as the run does."""
 
     preset: str
     overrides: Sequence[str]
@@ -64,6 +65,7 @@ class RunPlanner:
     spread: str | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     measured_in: str | None = None
+    runs_code: bool = True
 
     @cached_property
     def measured(self) -> MeasuredRun | None:
@@ -116,7 +118,17 @@ class RunPlanner:
     @cached_property
     def _as_written(self) -> Config:
         overrides = [*_on_devices(self.num_devices), *self.overrides]
-        return load_config(self.preset, overrides, complete=False).config
+        return self._read(overrides).config
+
+    def _read(self, overrides: Sequence[str]) -> Loaded:
+        loaded = load_config(self.preset, overrides, complete=False, trust_code=self.runs_code)
+        if not self.runs_code:
+            with placeholders(*_UNLOADED):
+                from distflow.launch.user_code_trust import data_code, pipeline_code
+            if code := [*pipeline_code(loaded.config), *data_code(loaded.config)]:
+                named = f"{', '.join(code)}; `distflow plan` without --no-code imports it"
+                raise UserError(f"the plan would import Python code: {named}")
+        return loaded
 
     @cached_property
     def _loaded(self) -> Loaded:
@@ -204,7 +216,7 @@ class RunPlanner:
 
     def _composed(self, more: Sequence[str]) -> Loaded:
         overrides = [*_on_devices(self.num_devices), *self.overrides, *more]
-        loaded = follow_allocation(load_config(self.preset, overrides, complete=False))
+        loaded = follow_allocation(self._read(overrides))
         if loaded.config.actor_rollout_ref.model.dtype == "auto":
             dtype = "float32" if self.device.is_cpu else "bfloat16"
             loaded = with_changes(loaded, [("actor_rollout_ref.model.dtype", dtype, f"on a {self.device.name}")])

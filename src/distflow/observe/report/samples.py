@@ -90,8 +90,7 @@ def thin_samples(run_dir: Path, timeline: run_reader.Timeline, max_bytes: int) -
     read_bytes = min(run_reader.MAX_SAMPLE_BYTES, _MAX_BYTES // max(len(chosen), 1))
     shown: list[SampleGroup] = []
     num_groups = num_responses = 0
-    store = run_dir / "data" / "images"
-    for_images = max_bytes // 3 if store.is_dir() else 0
+    for_images = max_bytes // 3 if (run_dir / "data" / "images").is_dir() else 0
     left_bytes = max_bytes = max_bytes - for_images
     for position, (split, step) in enumerate(chosen):
         rows = run_reader.read_samples(run_dir, step, split, timeline, read_bytes)
@@ -106,15 +105,22 @@ def thin_samples(run_dir: Path, timeline: run_reader.Timeline, max_bytes: int) -
         fitting = [i for i in _chosen(groups, sizes, share) if sizes[i] <= left_bytes + max_bytes]
         shown += [groups[i] for i in fitting]
         left_bytes -= sum(sizes[i] for i in fitting)
-    _videos(store, shown, for_images // 2)
     return {
         "groups": shown,
-        "images": _images(store, shown, for_images // 2),
+        "images": add_pictures(run_dir, shown, for_images),
         "num_groups": num_groups,
         "num_responses": num_responses,
         "num_files": len(chosen),
         "all_files": sum(map(len, files.values())),
     }
+
+
+def add_pictures(run_dir: Path, groups: Sequence[SampleGroup], max_bytes: int) -> dict[str, str]:
+    """Put animations into the groups, and return the images of their prompts, as texts in base 64 by their names. Each
+    kind takes at most half of the bytes."""
+    store = run_dir / "data" / "images"
+    _videos(store, groups, max_bytes // 2)
+    return _images(store, groups, max_bytes // 2)
 
 
 def sample_groups(
@@ -199,9 +205,10 @@ def _names_of_images(paths: object) -> list[str]:
 def _images(folder: Path, groups: Sequence[SampleGroup], max_bytes: int) -> dict[str, str]:
     """Small images of these groups' prompts as text in base 64, by their names, as many as fit."""
     found: dict[str, str] = {}
+    most = max(_MAX_IMAGE_BYTES, max_bytes // _MAX_IMAGES)
     for name in dict.fromkeys(name for group in groups for name in group["images"]):
         with suppress(OSError):
-            content = read_file(folder / name, folder, _MAX_IMAGE_BYTES)
+            content = read_file(folder / name, folder, most)
             max_bytes -= len(content) * 4 // 3 + len(name)
             if max_bytes < 0:
                 break

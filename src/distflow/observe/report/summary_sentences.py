@@ -256,13 +256,16 @@ def group_events(events: Sequence[Event]) -> list[EventGroup]:
     ]
 
 
+NO_END = {"word": "no end yet", "detail": "the run is still in progress, or it was killed"}
+
+
 def status(events: Sequence[Event]) -> dict[str, str]:
     """The run's status from its last start and end: a word, and a sentence if there is more to say."""
     ends = [event for event in events if event.kind in ("start", "end")]
     if not ends:
         return {"word": "unknown", "detail": "the folder has no start event"}
     if ends[-1].kind == "start":
-        return {"word": "no end yet", "detail": "the run is still in progress, or it was killed"}
+        return NO_END
     return {"word": str(ends[-1].fields.get("status", "finished")), "detail": ends[-1].message}
 
 

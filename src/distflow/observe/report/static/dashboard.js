@@ -44,6 +44,8 @@ const choice = (label, options, value, onchange) => {
 };
 
 // Which run?
+const lastAndBest = (last, best) => last === null ? "" : el("span", {}, number(last), typeof best === "number" && best !== last ? el("small", {}, ` best ${number(best)}`) : "");
+
 function showRuns() {
   const chosen = new Set(state("chosen") ? state("chosen").split("\n") : []);
   const search = el("input", { type: "search", placeholder: "name, state or key=value", oninput: () => { keepState({ text: search.value, page: "" }); read(); } });
@@ -77,9 +79,11 @@ function showRuns() {
     place.replaceChildren(
       el("p", { class: "count", role: "status" }, `${plural(found.total, "run")} below ${found.folder}${found.note ? `. ${found.note}` : ""}`),
       ...(found.runs.length ? [table("Runs", [["", (row) => pick(row.run)], ["run", (row) => el("a", { class: "rowlink", href: address("overview", { run: row.run }) }, inert(row.run))],
-        ["state", (row) => row.state], ["step", (row) => row.total ? `${row.step} of ${row.total}` : row.step], ["reward", (row) => row.reward], ["", (row) => sparkline(row.rewards)],
-        ["to the baseline", (row) => el("span", {}, change(row), " ", baseline(row.run))], ["accuracy", (row) => row.accuracy], ["tokens/s", (row) => row.speed], ["problems", (row) => row.problems || ""],
-        ["written", (row) => new Date(1000 * row.written).toISOString().slice(0, 16).replace("T", " ")]], found.runs)] : []),
+        ["state", (row) => row.state], ["step", (row) => row.total ? `${row.step} of ${row.total}` : row.step],
+        ...["reward", "accuracy", "loss"].filter((name) => found.runs.some((row) => row[name] !== null)).map((name) => [name, (row) => lastAndBest(row[name], row.best[name])]),
+        ["", (row) => sparkline(row.rewards)], ["to the baseline", (row) => el("span", {}, change(row), " ", baseline(row.run))],
+        ["idle", (row) => row.idle === null ? "" : percent(row.idle)], ["tokens/s", (row) => row.speed], ["problems", (row) => row.problems || ""],
+        ["written", (row) => new Date(1000 * row.written).toISOString().slice(5, 16).replace("T", " ")]], found.runs)] : []),
       el("nav", { class: "pages" }, ...(page ? [turn("← newer", page - 1)] : []), ...((page + 1) * found.of_page < found.total ? [turn("older →", page + 1)] : [])));
   };
   const read = () => load("runs", { text: search.value, page: state("page") }, draw);
@@ -144,6 +148,7 @@ function showStepPage() {
     const links = [["prev", found.previous, "← previous"], ["next", found.next, "next →"]].filter(([, step]) => step !== null)
       .map(([rel, step, label]) => el("a", { rel, class: "button", href: address("step", { step }) }, label));
     own.replaceChildren(el("div", { class: "row" }, el("h3", {}, `Step ${found.step}`), el("span", { class: "choices" }, ...links,
+      ...(found.slowest ? [el("a", { class: "button", href: address("sample", { uid: found.slowest, step: found.step, split: "train" }) }, "the sample it waited for")] : []),
       el("a", { class: "button", href: address("samples", { step: `train ${found.step}` }) }, "its samples"), ...(found.timelines.length ? [traceLink("its Chrome trace", found.step)] : []))),
       ...found.head.map((line) => el("p", { class: "lead" }, inert(line))),
       ...(found.phases.length ? plainTable("Seconds of its phases, beside the plan", found.phases) : []),
@@ -163,26 +168,32 @@ function showSamples() {
 }
 
 // Why this reward?
-const TOKEN_VALUES = { log_prob: "log-prob of the rollout", difference: "log-prob of training minus rollout", advantage: "advantage", version: "weight version", trained: "trained on" };
+const TOKEN_VALUES = { log_prob: "log-prob of the rollout", difference: "log-prob of training minus rollout", advantage: "advantage", version: "weight version", owner: "owner", trained: "trained on" };
 
 function showTokens(tokens) {
   if (!tokens.length) return [el("p", { class: "lead" }, "Its tokens are not in the folder: trainer.save_groups keeps them.")];
   const box = el("div", { class: "tokens" });
+  const scale = el("div", { class: "legend plain" });
   const draw = (name) => {
     const known = tokens.map((token) => token[name]).filter((value) => typeof value === "number");
     const [low, high] = [Math.min(...known), Math.max(...known)];
+    const kinds = name === "owner" ? [...new Set(tokens.map((token) => token.owner).filter(Boolean))] : [];
+    const color = (value) => typeof value === "number" ? `color-mix(in oklab, var(--c0) ${Math.round((100 * (value - low)) / (high - low || 1))}%, var(--c1))`
+      : kinds.includes(value) ? `var(--c${kinds.indexOf(value) % NUM_COLORS})` : "var(--wait)";
+    const ends = known.length ? [...new Set([low, high])] : kinds;
+    scale.replaceChildren(...ends.map((value) => swatch(color(value), typeof value === "number" ? number(value) : value)));
     box.replaceChildren(...tokens.map((token, i) => {
       const about = Object.entries(TOKEN_VALUES).map(([key, label]) => `${label} ${number(token[key])}`).join("\n");
-      const span = el("span", { title: `token ${i}: id ${token.id}\n${about}` }, String(token.id));
-      if (typeof token[name] === "number") span.style.setProperty("--q", `${Math.round((100 * (token[name] - low)) / (high - low || 1))}%`);
+      const span = el("span", { title: `token ${i}: id ${token.id}\n${about}` }, token.text ? token.text.replace(/\n/g, "⏎\n") : `${token.id} `);
+      span.style.setProperty("--c", color(token[name]));
       return span;
     }));
     keepState({ tokens: name === "log_prob" ? "" : name });
   };
   const first = Object.hasOwn(TOKEN_VALUES, state("tokens")) ? state("tokens") : "log_prob";
   draw(first);
-  return [el("h3", {}, `Its ${plural(tokens.length, "token")}, by their ids`), el("div", { class: "filters" },
-    choice("coloured from low to high by", Object.entries(TOKEN_VALUES), first, (event) => draw(event.target.value))), box];
+  return [el("h3", {}, `Its ${plural(tokens.length, "token")}${tokens[0].text === null ? ", by their ids" : ""}`), el("div", { class: "filters" },
+    choice("coloured by", Object.entries(TOKEN_VALUES), first, (event) => draw(event.target.value)), scale), box];
 }
 
 function showSample() {
@@ -197,10 +208,30 @@ function showSample() {
 }
 
 // Where do the GPU seconds go?
+function whatIf() {
+  const place = el("div", {});
+  const box = el("input", { name: "change", type: "search", placeholder: "staleness+1, rewards*2, key=value" });
+  const draw = ({ outcomes: [now, ...changed] }) => place.replaceChildren(table("What if", [["change", (row) => row.change], ["a step", (row) => row.why || seconds(row.seconds)],
+    ["from", (row) => row.why ? "" : seconds(row.low)], ["to", (row) => row.why ? "" : seconds(row.high)], ["change of time", (row) => row.why || row === now ? "" : `${(100 * (row.seconds / now.seconds - 1)).toLocaleString("en", { signDisplay: "exceptZero", maximumFractionDigits: 0 })} %`],
+    ["fullest device", (row) => `${number(row.peak / 1e9)} GB`]], [now, ...changed]));
+  const ask = () => {
+    keepState({ change: box.value });
+    place.replaceChildren(el("p", { class: "lead", role: "status" }, "A plan is being simulated …"));
+    load("what_if", { change: box.value }, draw).then(() => { if (wrong.what_if) place.replaceChildren(); });
+  };
+  box.value = state("change");
+  if (box.value) ask();
+  const form = el("form", { class: "filters", onsubmit: (event) => { event.preventDefault(); ask(); } }, el("label", {}, "what if ", box), el("button", { type: "submit" }, "predict"));
+  return [el("h3", {}, "What would a step take with one change?"), form, place];
+}
+
 function showTime() {
+  const measured = el("div", {});
+  own.append(measured, ...whatIf());
+  own.before(byId("invoice"));
   const refresh = () => {
     const drawn = readCurves("time");
-    load("waits", {}, (found) => own.replaceChildren(el("p", { class: "choices" }, traceLink("Chrome trace of the last steps")),
+    load("waits", {}, (found) => measured.replaceChildren(el("p", { class: "choices" }, traceLink("Chrome trace of the last steps")),
       ...plainTable(found.waits.length ? "Who waits for whom, in seconds" : "No wait was recorded", found.waits),
       ...plainTable(found.phases.length ? "Seconds of a step: predicted and measured (medians)" : "plan.json has no prediction", found.phases)));
     return drawn;
@@ -251,10 +282,29 @@ function showComparison() {
   return refresh;
 }
 
-// Anything else?
+// Anything else? What is asked most often is there to choose.
+const QUERIES = {
+  "the reward": "select step, value as reward from metrics where key = 'reward/mean_score' and kind = 'train' order by step",
+  "which sample made the slowest step slow?": `select s.run, s.step, s.uid, s.response_length, s.finish_reason, round(g.completed - g.started, 2) as seconds, g.attempts, s.domain
+from groups g join samples s on s.run = g.run and s.group_id = g.group_id and s.step = g.step and s.split = 'train'
+where g.step = (select step from metrics where key = 'timing_s/step' order by value desc limit 1)
+order by g.completed desc, s.response_length desc limit 50`,
+  "why did the reward fall? by step": `select step, avg(score) as score, stddev(score) as spread, avg((finish_reason = 'length')::int) as truncated, avg((score is null)::int) as failed, avg(response_length) / max(max(response_length)) over () as length
+from samples where split = 'train' group by step order by step`,
+  "why did the reward fall? what moved with it": `select m.run, m.key, round(corr(m.value, r.value), 3) as correlation from metrics m
+join metrics r on r.run = m.run and r.step = m.step and r.kind = 'train' and r.key = 'reward/mean_score'
+where m.kind = 'train' and isfinite(m.value) and isfinite(r.value) and m.key <> r.key group by all
+having count(*) > 5 and isfinite(correlation) order by abs(correlation) desc limit 40`,
+  "where does the time go?": `select run, kind, cause, round(sum(seconds), 1) as seconds, round(100 * sum(seconds) / sum(sum(seconds)) over (partition by run), 1) as percent
+from invoice group by run, kind, cause order by seconds desc limit 40`,
+  "is the rollout on the new weights?": `select step, min(version) as oldest, max(version) as newest, step - 1 - min(version) as most_stale, count(*) as samples
+from (select step, unnest(from_json(versions, '["BIGINT"]')) as version from samples where split = 'train') group by step order by step`,
+};
+
 function showSql() {
   const box = el("textarea", { rows: 4, spellcheck: "false", "aria-label": "one SELECT statement", onkeydown: (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) ask(); } });
-  box.value = state("query") || "select step, value as reward from metrics where key = 'reward/mean_score' and kind = 'train' order by step";
+  box.value = state("query") || QUERIES["the reward"];
+  const ready = Object.entries(QUERIES).map(([name, query]) => el("button", { type: "button", onclick: () => { box.value = query; ask(); } }, name));
   const answer = el("div", {});
   const ask = () => {
     keepState({ query: box.value });
@@ -269,10 +319,11 @@ function showSql() {
       byId("curves").hidden = !numbers.length;
       if (numbers.length) showCharts();
       const note = el("p", { class: "count", role: "status" }, `${found.is_cut ? "the first " : ""}${plural(rows.length, "row")}`);
-      answer.replaceChildren(note, ...(rows.length ? [table("Rows", found.columns.map((name) => [name, (row) => row[name]]), rows)] : []));
+      answer.replaceChildren(note, ...(rows.length ? [table("Rows", found.columns.map((name) => [name, (row) => linked(row, name)]), rows)] : []));
     });
   };
-  own.append(el("p", { class: "lead" }, inert(`Of ${data.runs.join(", ")}. Views and their columns:`)), el("details", {}, el("summary", {}, Object.keys(data.views).join(", ")),
+  const linked = (row, name) => name !== "uid" || !one || !Number.isInteger(row.step) ? row[name] : el("a", { href: address("sample", { uid: row.uid, step: row.step, split: row.split ?? "train" }) }, inert(row.uid));
+  own.append(el("p", { class: "choices" }, ...ready), el("p", { class: "lead" }, inert(`Of ${data.runs.join(", ")}. Views and their columns:`)), el("details", {}, el("summary", {}, Object.keys(data.views).join(", ")),
     ...Object.entries(data.views).map(([name, columns]) => el("p", { class: "lead" }, el("b", {}, name), ` ${columns}`))), box,
   el("p", {}, el("button", { type: "button", onclick: ask }, "ask (Ctrl-Enter)")), answer);
   byId("curves").hidden = true;

@@ -183,7 +183,7 @@ class Samples {
     load("groups", { ...filters, ...order }, (answer) => this.draw(answer, page));
   }
 
-  draw({ groups, total }, page) {
+  draw({ groups, total, is_most }, page) {
     for (const column of this.columns) {
       if (column === this.sort.column) column.cell.setAttribute("aria-sort", this.sort.down ? "descending" : "ascending");
       else column.cell.removeAttribute("aria-sort");
@@ -191,7 +191,7 @@ class Samples {
     const from = page * PAGE_ROWS;
     this.section.querySelector("tbody").replaceChildren(...groups.map((group) => this.row(group)));
     this.section.querySelector(".count").textContent =
-      groups.length ? `${(from + 1).toLocaleString("en")} to ${(from + groups.length).toLocaleString("en")} of ${total.toLocaleString("en")}` : "No group fits these filters.";
+      groups.length ? `${(from + 1).toLocaleString("en")} to ${(from + groups.length).toLocaleString("en")} of ${is_most ? "at most " : ""}${total.toLocaleString("en")}` : "No group fits these filters.";
     const turn = (label, to, possible) => {
       const button = el("button", { type: "button", onclick: () => this.show(to) }, label);
       button.disabled = !possible;
@@ -232,7 +232,7 @@ class Samples {
   }
 
   images(group) {
-    const { images } = data.samples ?? { images: {} };
+    const images = group.pictures ?? data.samples.images;
     const shown = group.images.map((name, i) => (images[name] ? el("img", { src: `data:image/png;base64,${images[name]}`, alt: `image ${i + 1} of the prompt` }) : inert(`[image ${i + 1}: ${name}]`)));
     return shown.length ? [el("div", { class: "images" }, ...shown)] : [];
   }
