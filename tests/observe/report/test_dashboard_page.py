@@ -263,7 +263,7 @@ def test_a_change_is_asked_for_on_the_page_of_times(browser: Any, tmp_path: Path
         open_page(browser, client, "time", run="run")
         browser.script("document.querySelector('input[name=change]').value = 'rewards*2'")
         browser.script("document.querySelector('form button').click()")
-        wait(browser, "document.querySelector('[aria-label=\"What if\"] tbody tr:nth-child(2)')")
+        wait(browser, "document.querySelector('[aria-label=\"What if\"] tbody tr:nth-child(2)') !== null")
         row = browser.script("document.querySelector('[aria-label=\"What if\"] tbody tr:nth-child(2)').textContent")
         assert row.startswith("rewards*2") and "-" in row and "GB" in row
         assert "change=rewards*2" in browser.script("location.search")
