@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from distflow.commands.run_sql import MAX_ROWS, query_runs
 from distflow.errors import UserError
+from distflow.launch.query_runs import MAX_ROWS, query_runs
 from distflow.observe.crash_safe_files import JSON, encode, parse_object
 from distflow.observe.report.samples import SampleGroup, sample_groups
 from distflow.observe.run_reader import RIGHT, Timeline, read_samples, read_timeline, sample_files
