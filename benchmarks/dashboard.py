@@ -1,8 +1,10 @@
-"""How fast the dashboard answers: `python benchmarks/dashboard.py [--steps 5000] [--sample-steps 1000]`.
+"""How fast the dashboard answers: `python benchmarks/dashboard.py [--steps 5000] [--sample-steps 1000] [--peers PY]`.
 
 It writes a run of many steps and metrics and a run of many samples, starts `distflow dashboard` on them, and measures
 the first page (what the overview draws its charts from, in a new server and again), the samples sorted and filtered,
-and how long after its writing a step is in an answer.
+and how long after its writing a step is in an answer. With --peers, a Python that has the packages tensorboard and
+trackio, it measures these with the same metrics: from the start of the server to the scalars that the first page asks
+for, the same again, and from a new step on disk to its answer. All three are asked over HTTP, as their pages do.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import json
 import math
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
+from distflow.commands.doctor_and_selftest import family
 from distflow.observe.writing.run_folder import RunFolder
 
 _READS_AHEAD_S = 10
@@ -74,8 +78,8 @@ class Server(NamedTuple):
         return f"{time.perf_counter() - start:.2f} s ({self._cpu_s() - cpu:.2f} s of the processor)"
 
     def _cpu_s(self) -> float:
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in family(self.pid)]
+        return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
@@ -131,6 +135,98 @@ def _write_step(folder: Path, step: int) -> None:
         file.write(json.dumps(line) + "\n")
 
 
+_SHOWN = 12
+"""The metrics that a first page shows, of the peers that ask for each by itself."""
+
+
+def measure_peers(python: str, folder: Path, num_steps: int) -> None:
+    with (folder / "metrics" / "metrics.jsonl").open() as file:
+        values = json.loads(file.readline())["m"]
+    names = [f"{group}/{name}" for group, own in values.items() for name in own][:_SHOWN]
+    start = time.perf_counter()
+    with server(folder) as found:
+        first_page(found.ask, "metrics")
+        print(f"distflow: started, and the first page answered, in {time.perf_counter() - start:.2f} s")
+    servers = {
+        "tensorboard": ["-m", "tensorboard.main", "--logdir", str(folder / "tensorboard"), "--port"],
+        "trackio": ["-c", "import sys, trackio; trackio.show(open_browser=False, server_port=int(sys.argv[1]))"],
+    }
+    asks = {"tensorboard": partial(_tensorboard_step, names), "trackio": _trackio_step}
+    for name, command in servers.items():
+        (folder / name).mkdir()
+        os.environ["TRACKIO_DIR"] = str(folder / name)
+        with _writer(python, name, folder) as write, socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+            free.close()
+            start = time.perf_counter()
+            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            with subprocess.Popen([python, *command, str(port)], **quiet) as process:  # type: ignore[call-overload]
+                try:
+                    _measure_peer(name, Server(partial(asks[name], port), process.pid), write, start, num_steps)
+                finally:
+                    process.terminate()
+
+
+def _measure_peer(name: str, found: Server, write: Callable[[int], None], start: float, num_steps: int) -> None:
+    _wait_for_step(found, num_steps)
+    print(f"{name}: started, and the first page answered, in {time.perf_counter() - start:.2f} s", flush=True)
+    print(f"{name}: first page again: {found.timed(found.ask)}", flush=True)
+    for step in range(num_steps + 1, num_steps + 4):
+        write(step)
+        print(f"{name}: a new step is answered after {found.timed(partial(_wait_for_step, found, step))}", flush=True)
+
+
+@contextmanager
+def _writer(python: str, name: str, folder: Path) -> Iterator[Callable[[int], None]]:
+    script = Path(__file__).parent / "peers" / "dashboards.py"
+    command = [python, str(script), name, str(folder / "metrics" / "metrics.jsonl"), str(folder / name)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        written, told = iter(process.stdout), process.stdin
+
+        def write(step: int) -> None:
+            told.write(f"{step}\n")
+            told.flush()
+            next(line for line in written if line == "written\n")
+
+        next(line for line in written if line == "written\n")
+        yield write
+        process.kill()
+
+
+def _wait_for_step(found: Server, step: int) -> None:
+    while True:
+        try:
+            if found.ask() >= step:
+                return
+        except (OSError, LookupError, ValueError):  # it starts, or has read nothing yet
+            pass
+        time.sleep(0.05)
+
+
+def _tensorboard_step(names: list[str], port: int) -> int:
+    """The last step in the scalars of the first page."""
+    asked = json.dumps([{"plugin": "scalars", "tag": name} for name in names])
+    form = f'--b\r\nContent-Disposition: form-data; name="requests"\r\n\r\n{asked}\r\n--b--\r\n'
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    head = {"Content-Type": "multipart/form-data; boundary=b"}
+    connection.request("POST", "/data/plugin/timeseries/timeSeries", form.encode(), head)
+    found = json.loads(connection.getresponse().read())
+    return min(max(p["step"] for own in tag["runToSeries"].values() for p in own) for tag in found)
+
+
+def _trackio_step(port: int) -> int:
+    def ask(part: str, **query: Any) -> Any:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("POST", f"/api/{part}", json.dumps(query), {"Content-Type": "application/json"})
+        return json.loads(connection.getresponse().read())["data"]
+
+    (run,) = ask("get_runs_for_project", project="bench")
+    runs = [{"run": run["name"], "run_id": run["id"]}]
+    (logs,) = ask("get_logs_batch", project="bench", runs=runs, scalar_only=True)
+    return max(int(row["step"]) for row in logs["logs"])
+
+
 def measure_samples(folder: Path) -> None:
     queries: dict[str, dict[str, Any]] = {
         "sorted by reward": {"sort": "mean"},
@@ -159,12 +255,16 @@ def main() -> None:
     parser.add_argument("--metrics", type=int, default=200)
     parser.add_argument("--sample-steps", type=int, default=1000)
     parser.add_argument("--samples", type=int, default=512)
+    parser.add_argument("--peers", metavar="PYTHON", help="that has the packages tensorboard and trackio")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         write_metrics(Path(name) / "metrics", options.steps, options.metrics)
+        if options.peers:
+            measure_peers(options.peers, Path(name), options.steps)
         measure_metrics(Path(name), options.steps)
-        write_samples(Path(name) / "samples", options.sample_steps, options.samples)
-        measure_samples(Path(name))
+        if options.sample_steps:
+            write_samples(Path(name) / "samples", options.sample_steps, options.samples)
+            measure_samples(Path(name))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from itertools import takewhile
 from pathlib import Path
 
 from distflow import builtin_names
-from distflow.commands.run_sql import VIEWS
 from distflow.config.compose.load_config import differing, load_config
 from distflow.config.compose.values import type_name
 from distflow.config.compose.yaml_settings import PRESETS, preset_names
@@ -24,6 +23,7 @@ from distflow.config.keys.declare import KeyInfo, collect
 from distflow.config.keys.schema import RESUMABLE, schema_keys, show_value
 from distflow.config.migration.tables import ANY, NOT_GIVEN, SYSTEMS, Name, all_tables, as_override, find_names
 from distflow.errors import ConfigError
+from distflow.launch.query_runs import VIEWS
 from distflow.observe.sample_files import COLUMNS, SCHEMA_VERSION
 
 _BUILTIN_NAMES: Mapping[str, Mapping[str, builtin_names.Entry]] = {

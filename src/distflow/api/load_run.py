@@ -151,7 +151,7 @@ class Run:
     def sql(self, query: str) -> Table:
         """The rows of one SELECT over the views of `distflow sql`, e.g. "select * from spans". Raises UserError as that
         does, and without DuckDB (`pip install 'distflow[ui]'`)."""
-        from distflow.commands.run_sql import query_runs
+        from distflow.launch.query_runs import query_runs
 
         answer = query_runs([self.folder], query, max_rows=sys.maxsize - 1, max_s=_MAX_QUERY_S)
         return Table(answer.records())
@@ -160,8 +160,8 @@ class Run:
         """A row for each headline metric and other run: `metric`, `run`, the means `a` of this run and `b` of the other
         over their last 50 common steps, `difference` with its 95 % interval from `low` to `high`, and whether it
         `differs` by more than noise (None with fewer than 12 steps)."""
-        from distflow.commands.sql_show_and_diff import compared_metrics
         from distflow.observe.report.doctor import records_of
+        from distflow.observe.report.metric_differences import compared_metrics
 
         shown = headline_names()
         runs = [other if isinstance(other, Run) else Run(other) for other in others]
@@ -169,7 +169,7 @@ class Run:
         return Table(
             {"metric": found["metric"], "run": run.folder.name, **found}
             for run in runs
-            for found in compared_metrics(own, records_of(run.folder))
+            for found in compared_metrics([own], [records_of(run.folder)])
             if found["metric"] in shown
         )
 
@@ -226,7 +226,9 @@ class Run:
         if trained:
             numbers = {name: value for name, value in trained[-1].items() if isinstance(value, float)}
             rows |= {line.label: line.text(value).strip() for line, value in headlines(numbers).items()}
-        rows |= {"folder": str(self.folder), "report": str(self.report)}
+        rows["folder"] = str(self.folder)
+        if (report := self.folder / "report.html").is_file():  # a run in progress has none yet
+            rows["report"] = str(report)
         cells = "".join(f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in rows.items())
         rewards = [value for row in trained if isinstance(value := row.get(REWARD), float) and math.isfinite(value)]
         curve = f"<tr><th>reward by step</th><td>{_curve(rewards)}</td></tr>" if len(rewards) > 1 else ""

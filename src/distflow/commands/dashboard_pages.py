@@ -18,9 +18,9 @@ from typing import Any, Self
 
 from distflow.commands import export_replay_report_why as why
 from distflow.commands import sql_show_and_diff as show
-from distflow.commands.run_sql import VIEWS, query_runs, saved_tokens, token_texts
 from distflow.commands.samples_index import MAX_PICTURE_BYTES, SamplesIndex
 from distflow.errors import UserError
+from distflow.launch.query_runs import VIEWS, query_runs, saved_tokens, token_texts
 from distflow.observe.crash_safe_files import read_object, read_records, to_number
 from distflow.observe.metrics import flatten, headline_names
 from distflow.observe.report import chart_data, doctor, samples
@@ -430,7 +430,7 @@ def _compare(runs: Mapping[str, OpenRun], query: Query) -> dict[str, Any]:
     if len(names) < 2:
         raise UserError("Choose two to eight runs on the page Runs, at /.")
     other = query.get("against") if query.get("against") in names[1:] else names[1]
-    found = show.differences(*(runs[name].pages().for_rules for name in (names[0], str(other))))
+    found = show.differences(*([runs[name].pages().for_rules] for name in (names[0], str(other))))
     shown = headline_names()
     metrics = [each for each in found["metrics"] if each["metric"] in shown]
     return {**found, "metrics": metrics, "runs": names, "pair": [names[0], other], "curves": _overlaid(runs)}

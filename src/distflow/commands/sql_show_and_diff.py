@@ -3,9 +3,9 @@
 
 import argparse
 import csv
+import glob
 import io
 import json
-import math
 import os
 import sys
 import time
@@ -15,18 +15,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distflow.commands.arguments_and_run_folders import LEDGER, add_run_argument, at_least, find_run
 from distflow.errors import UserError, count_of
-from distflow.observe.crash_safe_files import JSON, read_object, to_json
+from distflow.observe.crash_safe_files import JSON, encode, read_object, to_json
 from distflow.observe.metrics import headline_names
+from distflow.observe.report.metric_differences import LAST
 from distflow.observe.report.summary_sentences import PROBLEM_KINDS, status
 from distflow.observe.run_reader import (
     PRESET,
+    Event,
     Group,
+    GrowingMetrics,
+    MetricsRecord,
     config_sources,
     flat_config,
     fold_groups,
     in_short,
     read_events,
-    read_metrics,
     read_samples,
     read_timeline,
     sample_splits,
@@ -34,10 +37,11 @@ from distflow.observe.run_reader import (
 )
 from distflow.observe.sample_files import DROPPED
 from distflow.observe.sanitized_output import escape_control
+from distflow.observe.writing.run_folder import writer_of
 from distflow.untrusted_files import check_file
 
 if TYPE_CHECKING:
-    from distflow.commands.run_sql import Answer
+    from distflow.launch.query_runs import Answer
     from distflow.observe.report.run_rules import RunRecords
 
 _MAX_CELL, _MAX_SHOWN = 60, 40
@@ -54,7 +58,7 @@ def add_sql_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_sql(arguments: argparse.Namespace) -> int:
-    from distflow.commands.run_sql import query_runs
+    from distflow.launch.query_runs import query_runs
 
     runs = [find_run(run_dir) for run_dir in arguments.run_dirs]
     answer = query_runs(runs, arguments.query, arguments.rows, arguments.seconds)
@@ -190,22 +194,20 @@ def _facts_of(row: Mapping[str, JSON], group: Group | None, rows: Sequence[Mappi
 
 
 _WATCH_EVERY_S = 2.0
-_LAST, _DRAWS, _BLOCKS = 50, 1000, 4
-_WIDTH = 2.447 * math.sqrt(_BLOCKS / (_BLOCKS - 1))
-"""Standard errors of half an interval of 95 %: t of 4 blocks on each side, which estimate the spread themselves."""
 _FINGERPRINTS = ("data_fingerprint", "tokenizer_fingerprint", "model_fingerprint", "distflow", "torch", "device")
 
 
 def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", metavar="A", help="the folder of a run")
-    parser.add_argument("second", metavar="B", help="the folder of another")
+    help_text = "the folder of {}, or a quoted pattern such as 'runs/{}-*' for runs of one config with several seeds"
+    parser.add_argument("first", metavar="A", help=help_text.format("a run", "base"))
+    parser.add_argument("second", metavar="B", help=help_text.format("another", "other"))
     parser.add_argument("--json", action="store_true", help="print JSON, with all metrics")
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
     from distflow.observe.report.doctor import records_of
 
-    a, b = (records_of(find_run(name)) for name in (arguments.first, arguments.second))
+    a, b = ([records_of(run) for run in _seeds(name)] for name in (arguments.first, arguments.second))
     content = differences(a, b)
     if arguments.json:
         print(as_json(content))
@@ -214,47 +216,78 @@ def run_diff(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def differences(a: "RunRecords", b: "RunRecords") -> dict[str, Any]:
-    """What differs between two runs, as JSON data."""
-    from distflow.observe.report.doctor import examine
+def _seeds(name: str) -> list[Path]:
+    """The run of that name, or those whose folders fit the pattern. Raises UserError if there is none."""
+    if Path(name).expanduser().exists() or not any(sign in name for sign in "*?["):
+        return [find_run(name)]
+    found = [path for path in sorted(glob.glob(os.path.expanduser(name))) if (Path(path) / "events.jsonl").is_file()]
+    if not found:
+        raise UserError(f"no run's folder fits {name!r}: a run's folder has a file events.jsonl")
+    return list(map(Path, found))
 
-    facts = [read_object(run.run_dir / "run.json", run.run_dir) for run in (a, b)]
-    same = [name for name in _FINGERPRINTS if name in facts[0] and facts[0][name] == facts[1].get(name)]
-    rules = [{found.rule for found in examine(run).problems()} for run in (a, b)]
+
+def differences(a: "Sequence[RunRecords]", b: "Sequence[RunRecords]") -> dict[str, Any]:
+    """What differs between two runs, or the runs of two configs with several seeds, as JSON data. The first difference
+    is of the first runs."""
+    from distflow.observe.report.doctor import examine
+    from distflow.observe.report.metric_differences import compared_metrics
+
+    facts = [[read_object(run.run_dir / "run.json", run.run_dir) for run in side] for side in (a, b)]
+    own = {name: [{encode(each.get(name)) for each in side} for side in facts] for name in _FINGERPRINTS}
+    same = [
+        name for name, sides in own.items() if len({*sides[0], *sides[1]} - {b"null"}) == 1 and sides[0] == sides[1]
+    ]
+    rules = [{found.rule for run in side for found in examine(run).problems()} for side in (a, b)]
     return {
-        "config": _config_changes(a.run_dir, b.run_dir, facts),
+        "num_runs": [len(a), len(b)],
+        "config": _config_changes([run.run_dir for run in a], [run.run_dir for run in b], facts),
         "same": same,
-        "different": [name for name in _FINGERPRINTS if name not in same and any(name in each for each in facts)],
-        "first_difference": _first_difference(a, b),
+        "different": [name for name, (first, second) in own.items() if first != second],
+        "first_difference": _first_difference(a[0], b[0]),
         "metrics": compared_metrics(a, b),
         "findings": {"only_a": sorted(rules[0] - rules[1]), "only_b": sorted(rules[1] - rules[0])},
     }
 
 
-def _config_changes(a: Path, b: Path, facts: Sequence[Mapping[str, JSON]]) -> list[dict[str, str]]:
-    """The keys that differ, with both values and where each was set."""
-    first, second = flat_config(a), flat_config(b)
-    origins = [config_sources(each) for each in facts]
+def _config_changes(
+    a: Sequence[Path], b: Sequence[Path], facts: Sequence[Sequence[Mapping[str, JSON]]]
+) -> list[dict[str, str]]:
+    """The keys that differ, with the values of both sides and where each was set. Several seeds have several values."""
+    sides = []
+    for paths, own in zip((a, b), facts, strict=True):
+        values, sources = list(map(flat_config, paths)), list(map(config_sources, own))
+        keys = {key for each in values for key in each}
+        sides.append(
+            {
+                key: (
+                    " | ".join(dict.fromkeys(each.get(key, "missing") for each in values)),
+                    " | ".join(dict.fromkeys(each.get(key, PRESET) for each in sources)),
+                )
+                for key in keys
+            }
+        )
+    missing = ("missing", PRESET)
+    pairs = {key: [side.get(key, missing) for side in sides] for key in sorted({*sides[0], *sides[1]})}
     return [
-        {
-            "key": key,
-            "a": first.get(key, "missing"),
-            "b": second.get(key, "missing"),
-            "a_source": origins[0].get(key, PRESET),
-            "b_source": origins[1].get(key, PRESET),
-        }
-        for key in sorted({*first, *second})
-        if first.get(key) != second.get(key)
+        {"key": key, "a": first, "b": second, "a_source": of_first, "b_source": of_second}
+        for key, ((first, of_first), (second, of_second)) in pairs.items()
+        if first != second
     ]
 
 
 def _first_difference(a: "RunRecords", b: "RunRecords") -> str:
-    """The first group with another row, else the first sample with another response, else the first tensor."""
+    """The first group with another row; if there is none, the first sample with another response, and the first
+    tensor."""
     groups = [_ledger_groups(run.run_dir) for run in (a, b)]
     for group_id in sorted({*groups[0]} & {*groups[1]}, key=int):
         first, second = (each[group_id] for each in groups)
         if (first.epoch, first.row) != (second.epoch, second.row):
             return f"group {group_id} holds row {first.row} in A, {second.row} in B"
+    found = (_first_response(a, b), _first_tensor(a.run_dir, b.run_dir))
+    return "; ".join(filter(None, found)) or "none in the groups, responses and checkpoints that both have"
+
+
+def _first_response(a: "RunRecords", b: "RunRecords") -> str:
     for step in sorted({*sample_steps(a.run_dir)} & {*sample_steps(b.run_dir)}):
         rows = [
             {str(row.get("uid")): row for row in read_samples(r.run_dir, step, "train", r.timeline)} for r in (a, b)
@@ -263,15 +296,14 @@ def _first_difference(a: "RunRecords", b: "RunRecords") -> str:
             texts = [str(each[uid].get("response")) for each in rows]
             if texts[0] != texts[1]:
                 where = len(os.path.commonprefix(texts))
-                return (
-                    f"step {step}: the responses of sample {uid} differ from character {where}{_token(a, b, step, uid)}"
-                )
-    return _first_tensor(a.run_dir, b.run_dir) or "none in the groups, responses and checkpoints that both have"
+                token = _token(a, b, step, uid)
+                return f"step {step}: the responses of sample {uid} differ from character {where}{token}"
+    return ""
 
 
 def _token(a: "RunRecords", b: "RunRecords", step: int, uid: str) -> str:
     """The first token that differs, with its log-probs, if both runs saved the step's tokens."""
-    from distflow.commands.run_sql import saved_tokens
+    from distflow.launch.query_runs import saved_tokens
 
     first, second = ([row for row in saved_tokens(run.run_dir, step) if row[1] == uid] for run in (a, b))
     differing = (pair for pair in zip(first, second, strict=False) if pair[0][3] != pair[1][3])
@@ -295,40 +327,11 @@ def _first_tensor(a: Path, b: Path) -> str:
     return ""
 
 
-def compared_metrics(a: "RunRecords", b: "RunRecords") -> list[dict[str, Any]]:
-    """The metrics that both have, over their last common steps."""
-    steps = sorted({*a.steps} & {*b.steps})
-    return [
-        {"metric": name, **found}
-        for name in sorted(a.metrics & b.metrics)
-        if (found := _difference(*([run.steps[s][name] for s in steps if name in run.steps[s]] for run in (a, b))))
-    ]
-
-
-def _difference(first: Sequence[float], second: Sequence[float]) -> dict[str, Any] | None:
-    """The means of the last values, and whether noise explains their difference: by drawing blocks, each a quarter of
-    the values, since neighbours are correlated."""
-    import numpy as np
-
-    a, b = (np.array([v for v in values if math.isfinite(v)][-_LAST:]) for values in (first, second))
-    if not len(a) or not len(b):
-        return None
-    moved = float(b.mean() - a.mean())
-    found = {"a": float(a.mean()), "b": float(b.mean()), "difference": moved, "values": min(len(a), len(b))}
-    if found["values"] < 3 * _BLOCKS:
-        return {**found, "low": None, "high": None, "differs": None}
-    means, draw = [], np.random.default_rng(0)
-    for values in (a, b):
-        block = -(-len(values) // _BLOCKS)
-        starts = draw.integers(0, len(values), (_DRAWS, _BLOCKS, 1))
-        means.append(values[(starts + np.arange(block)) % len(values)].mean((1, 2)))
-    half = _WIDTH * float((means[1] - means[0]).std())
-    return {**found, "low": moved - half, "high": moved + half, "differs": abs(moved) > half}
-
-
-def _diff_lines(a: "RunRecords", b: "RunRecords", content: Mapping[str, Any]) -> list[str]:
+def _diff_lines(a: "Sequence[RunRecords]", b: "Sequence[RunRecords]", content: Mapping[str, Any]) -> list[str]:
     lines = [
-        f"{name} {run.run_dir}: {count_of(max(run.steps, default=0), 'step')}" for name, run in (("A", a), ("B", b))
+        f"{name} {run.run_dir}: {count_of(max(run.steps, default=0), 'step')}"
+        for name, side in (("A", a), ("B", b))
+        for run in side
     ]
     lines += ["", f"config, different: {count_of(len(content['config']), 'key')}"]
     lines += [f"  {c['key']}: {c['a']} ({c['a_source']}) -> {c['b']} ({c['b_source']})" for c in content["config"]]
@@ -336,14 +339,19 @@ def _diff_lines(a: "RunRecords", b: "RunRecords", content: Mapping[str, Any]) ->
         lines.append(f"{word}: {', '.join(content[word]) or 'nothing known'}")
     lines += [f"first difference: {content['first_difference']}", ""]
     shown = headline_names()
-    words = {True: "yes, in this pair", False: "no", None: "too few steps"}
+    is_pair = content["num_runs"] == [1, 1]
+    words = {True: "yes, in this pair" if is_pair else "yes", False: "no", None: "too few steps"}
     rows = [["metric", "A", "B", "B - A", "95 % interval", "can one tell?"]]
     for found in (found for found in content["metrics"] if found["metric"] in shown):
         interval = "" if found["low"] is None else f"{found['low']:+.4g} .. {found['high']:+.4g}"
         numbers = [f"{found[name]:.4g}" for name in ("a", "b")]
         rows.append([found["metric"], *numbers, f"{found['difference']:+.4g}", interval, words[found["differs"]]])
     lines += _aligned(rows, set(range(1, 5)))
-    lines.append(f"One run each, their last {_LAST} common values: by block bootstrap. Other seeds may differ by more.")
+    how = f"One run each, their last {LAST} common values: by block bootstrap. Other seeds may differ by more."
+    if not is_pair:
+        numbers = [count_of(number, "run") for number in content["num_runs"]]
+        how = f"{numbers[0]} of A, {numbers[1]} of B: by the spread of their means over the last {LAST} common values."
+    lines.append(how)
     for name, key in (("A", "only_a"), ("B", "only_b")):
         lines.append(f"findings only in {name}: {', '.join(content['findings'][key]) or 'none'}")
     return lines
@@ -356,31 +364,62 @@ def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_watch(arguments: argparse.Namespace) -> int:
     """Show a run that another process writes, until its end."""
-    from distflow.observe.writing.terminal_view import TerminalView
-
-    run_dir = find_run(arguments.run_dir)
-    run, num_events = read_object(run_dir / "run.json", run_dir), 0
-    total, title = run.get("total_steps"), str(run.get("experiment") or run_dir)
-    records, shown = read_metrics(run_dir), set[tuple[int, str]]()
-    now = [records[0].t if records else time.time()]  # of the record that is shown; what comes later happens now
-    ranks = read_object(run_dir / "plan.json", run_dir).get("ranks")
-    generates = not isinstance(ranks, list) or '"rollout"' in json.dumps(ranks)
-    num_steps = total if isinstance(total, int) else 0
-    view = TerminalView(title, num_steps, clock=lambda: now[0] or time.time(), generates=generates)
+    watched = _Watched(find_run(arguments.run_dir))
     try:
-        while True:
-            for record in (record for record in records if (record.step, record.kind) not in shown):
-                now[0] = record.t if now[0] else 0.0
-                shown.add((record.step, record.kind))
-                view.log(record.step, record.values)
-            events = read_events(run_dir)
-            for event in events[num_events:]:
-                if event.kind in PROBLEM_KINDS and not event.rolled_back:
-                    view.note(event.kind, event.message)
-            if arguments.once or status(events)["word"] != "no end yet":
-                return 0
-            num_events, now[0] = len(events), 0.0
-            time.sleep(_WATCH_EVERY_S)
-            records = read_metrics(run_dir)
+        while not watched.look() and not arguments.once:
+            watched.wait()
     finally:
-        view.close()
+        watched.view.close()
+    return 0
+
+
+class _Watched:
+    """A run that another process writes. Its restarts are followed, in place or by another command."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from distflow.observe.writing.terminal_view import TerminalView
+
+        run, plan = (read_object(run_dir / name, run_dir) for name in ("run.json", "plan.json"))
+        total, ranks = run.get("total_steps"), plan.get("ranks")
+        generates = not isinstance(ranks, list) or '"rollout"' in json.dumps(ranks)
+        title, num_steps = str(run.get("experiment") or run_dir), total if isinstance(total, int) else 0
+        self._run_dir, self._metrics = run_dir, GrowingMetrics(run_dir)
+        self._shown, self._num_events, self._was_written = set[tuple[int, int, str]](), 0, True
+        records = self._metrics.read(read_timeline(run_dir))
+        self._time = records[0].t if records else 0.0  # of what is shown; 0: now
+        self.view = TerminalView(title, num_steps, clock=lambda: self._time or time.time(), generates=generates)
+        self.view.phase("")
+
+    def look(self) -> bool:
+        """Show what is new. Returns whether the run is over."""
+        is_written = writer_of(self._run_dir) is not None  # before its files are read, so that none is missed
+        events = read_events(self._run_dir)
+        records = self._metrics.read(read_timeline(self._run_dir))
+        new = [each for each in records if (each.restart, each.step, each.kind) not in self._shown]
+        self._shown.update((each.restart, each.step, each.kind) for each in new)
+        both: list[Event | MetricsRecord] = [*events[self._num_events :], *new]
+        for each in sorted(both, key=lambda each: each.t):
+            self._time = each.t
+            if isinstance(each, Event):
+                self._tell(each)
+            else:
+                self.view.log(each.step, each.values)
+        self._num_events, has_ended = len(events), status(events)["word"] != "no end yet"
+        if self._was_written and not is_written and not has_ended:
+            said = "no process on this machine writes to the run: it was killed, or runs elsewhere"
+            self.view.note("warning", f"{said}; it is shown further if it goes on (Ctrl-C ends)")
+        self._was_written = is_written
+        return has_ended and not is_written
+
+    def wait(self) -> None:
+        self._time = 0.0
+        time.sleep(_WATCH_EVERY_S)
+
+    def _tell(self, event: Event) -> None:
+        if event.kind == "start" and event.restart:
+            resumed_at = event.fields.get("resumed_at")
+            step = max(resumed_at, 0) if isinstance(resumed_at, int) else 0
+            self.view.note("info", f"restart {event.restart}, from step {step}")
+            self.view.rewind(step)
+        elif event.kind in PROBLEM_KINDS and not event.rolled_back:
+            self.view.note(event.kind, event.message)

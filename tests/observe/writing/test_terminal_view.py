@@ -8,8 +8,10 @@ import re
 import struct
 import termios
 import threading
+import time
 
 import pytest
+from rich.console import RenderableType
 
 from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.terminal_view import TerminalView, can_redraw, duration, step_line
@@ -311,6 +313,50 @@ def test_a_view_that_draws_keeps_nobody_who_tells_of_the_queue() -> None:
         teller.start()
         teller.join(5)
         assert not teller.is_alive()
+
+
+def test_a_note_and_a_view_that_draws_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drawing thread has rich's lock and asks for the panel; a note asks for rich's lock at that moment."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal, draws, noted = Terminal(), threading.Event(), threading.Event()
+    view = TerminalView("run", 9, file=terminal.file)
+    assert view._live is not None
+
+    def render() -> RenderableType:
+        draws.set()
+        time.sleep(0.05)
+        return view._render()
+
+    monkeypatch.setattr(view._live, "_get_renderable", render)
+
+    def note() -> None:
+        for i in range(5):
+            draws.clear()
+            draws.wait(5)
+            view.note("warning", f"number {i}")
+        noted.set()
+
+    threading.Thread(target=note, daemon=True).start()
+    assert noted.wait(30)
+    view.close()
+    assert "warning: number 4" in terminal.seen()
+
+
+def test_a_narrower_terminal_keeps_no_part_of_an_earlier_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wraps the lines that are there, so that a view of n lines takes 2 n."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = Terminal(100, 60)
+    view = TerminalView("run", 9, file=terminal.file)
+    view.log(1, {**VALUES})
+    view.close()
+    before = view._height
+    fcntl.ioctl(terminal.file, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 60, 0, 0))
+    view._fit()
+    view._fit()
+    view._console.file.flush()
+    assert terminal.seen().count("\x1b[A") == before > 5
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb"), ("TERM", "")])

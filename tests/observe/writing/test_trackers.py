@@ -2,6 +2,7 @@
 
 import json
 import math
+import socket
 import sys
 import threading
 import time
@@ -196,6 +197,30 @@ def test_a_webhook_that_fails_is_one_warning_without_its_address(
     assert len(got) == 3
     (said,) = post(address, tmp_path, ["a"])
     assert "refused" in said and "secret" not in said
+
+
+def test_a_webhook_that_redirects_or_hangs_is_not_followed_and_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "_RETRY_AFTER_S", (0.0, 0.0))
+    monkeypatch.setattr(tracking, "_POST_TIMEOUT_S", 0.2)
+
+    class Elsewhere(Listener):
+        got: list[dict[str, object]] = []
+
+        def do_POST(self) -> None:
+            self.send_response(307)
+            self.send_header("Location", target)
+            self.end_headers()
+
+    with listening(refused=0) as (target, got), ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        (said,) = post(f"http://127.0.0.1:{server.server_port}/secret", tmp_path, ["a"])
+        server.shutdown()
+    assert "it answered 307" in said and got == []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        (said,) = post(f"http://127.0.0.1:{silent.getsockname()[1]}/secret", tmp_path, ["a"])
+    assert "tracker webhook failed" in said and "timed out" in said and "secret" not in said
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ UNPLANNED = ("eval", "save", "save_wait", "start")
 """Phases that a plan leaves out."""
 MUCH, _LAST_STEPS = 0.2, 20
 """The share of the last steps above which idleness is reported."""
-_SHORT_S = 0.5
-"""Steps that are shorter are mostly overhead."""
+_SHORT_S, _GAPS_S = 0.5, 0.1
+"""Steps that are shorter are mostly overhead. In a step, as much time passes between spans."""
 _ADVICE = {
     invoice.REWARD: "Give the reward functions more processes (reward.num_workers), or a shorter reward.timeout_s.",
     invoice.GENERATE: "Generation is the slower side: give it more devices, or fewer and shorter responses.",
@@ -345,8 +345,8 @@ def unaccounted(run: RunRecords) -> Finding | None:
     """Time in which it is unknown what a device did."""
     total = sum(charge.seconds for charge in run.charges)
     unknown = sum(charge.seconds for charge in run.charges if charge.kind == invoice.UNKNOWN) / (total or 1.0)
-    is_short = total < _SHORT_S * len({(charge.step, charge.device) for charge in run.charges})
-    if unknown <= invoice.MOST_UNKNOWN or is_short:  # between the spans of short steps much time passes
+    are_gaps = unknown * total < _GAPS_S * len({(charge.step, charge.device) for charge in run.charges})
+    if unknown <= invoice.MOST_UNKNOWN or are_gaps:
         return None
     text = f"Of the devices' time {unknown:.0%} is unaccounted for: no span in spans/ covers it."
     advice = "Spans were lost with a process, or its clock was set."

@@ -111,13 +111,12 @@ class TerminalView:
     ):
         self._out = SanitizedStream(file or sys.stdout)
         self._title, self._clock = escape_control(title, 60, one_line=True), clock
-        # The run's threads write while rich draws in its own; printing under the lock may itself draw, so it is
-        # re-entrant.
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()  # the run's threads write while rich draws in its own
         self._panel = Panel(total_steps, clock(), generates)
         screen = cast(TextIO, TerminalOutput(self._out.below))  # not sanitized: the live view moves the cursor
         self._console = Console(file=screen, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
+        self._height = 0  # of the last view that was drawn, in lines
         self._plain_at: float | None = None  # when the last plain line of a step was written
         self._written_at = clock()
         self._unwritten = ""  # the line of the last step, if it came too soon
@@ -134,12 +133,12 @@ class TerminalView:
             sys.stdout, sys.stderr = SanitizedStream(sys.stdout), SanitizedStream(sys.stderr)
 
     def phase(self, name: str, seconds: float = 0.0) -> None:
-        """Show the current phase of the run, and how long it has lasted."""
+        """Show the current phase of the run, and how long it has lasted; "" if it is unknown."""
         with self._lock:
             panel, now = self._panel, self._clock()
             panel.phase = escape_control(name, 40, one_line=True)
             panel.phase_since = now - seconds
-            begins = name != "other" and not seconds
+            begins = name not in ("", "other") and not seconds
             if self._live is None and begins and now - self._written_at >= _PLAIN_PHASE_AFTER_S:
                 so_far = duration(now - panel.started)
                 self._write(f"step {panel.step + 1}/{panel.total_steps}  {panel.phase} begins after {so_far}")
@@ -160,6 +159,11 @@ class TerminalView:
                 self._plain_at, self._unwritten = now, ""
             else:
                 self._unwritten = line
+
+    def rewind(self, step: int) -> None:
+        """The run goes on from an earlier step."""
+        with self._lock:
+            self._panel.step = min(self._panel.step, step)
 
     def reward_failed(self, reason: str) -> None:
         """Show the last reward error."""
@@ -191,12 +195,13 @@ class TerminalView:
 
     def note(self, kind: str, message: str) -> None:
         """Print a permanent line (kind "info", "warning", "error", "finding"); warnings also stay in view."""
-        with self._lock:
-            text = escape_control(message)
-            if kind in TONES:
+        text = escape_control(message)
+        if kind in TONES:
+            with self._lock:
                 self._panel.notes.append((kind, escape_control(message, 300, one_line=True)))
                 self._panel.num_notes += 1
-            self._write(text if kind == "info" else f"{kind}: {text}", TONES.get(kind, ""))
+        # Without our lock: the thread that draws waits for it while it holds the lock of rich that this needs.
+        self._write(text if kind == "info" else f"{kind}: {text}", TONES.get(kind, ""))
 
     def close(self) -> None:
         """Draw the live view for the last time, or write the line of the last step; a second call does nothing."""
@@ -220,17 +225,23 @@ class TerminalView:
     def _fit(self) -> None:
         """Follow the size of our terminal, which may change; rich would use that of the standard streams.
 
-        A terminal without a known size reports 0, where rich would search for room forever, as in a very narrow one.
+        A terminal without a known size reports 0, where rich would search for room forever, as in a very narrow one. A
+        terminal that has become narrower wraps the lines of the last view: rich erases as many as it wrote, and we the
+        rest.
         """
         with contextlib.suppress(OSError):
             columns, rows = os.get_terminal_size(self._out.fileno())
-            self._console.size = ConsoleDimensions(max(columns or 80, 20), max(rows or 24, 6))
+            size = ConsoleDimensions(max(columns or 80, 20), max(rows or 24, 6))
+            wrapped = self._height * (-(-self._console.size.width // size.width) - 1)
+            self._console.file.write("\r\x1b[2K" + "\x1b[A\x1b[2K" * wrapped if wrapped > 0 else "")
+            self._console.size = size
 
     def _render(self) -> RenderableType:
         with self._lock:
             self._fit()
             columns, rows = self._console.size
             shown = self._panel.render(self._clock(), columns - 4, rows - 3)
+            self._height = len(shown.renderables) + 2
             return Frame(shown, title=Text(self._title), title_align="left", padding=(0, 1))
 
 
@@ -291,7 +302,7 @@ class Panel:
         pace = (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
         return pace * (self.total_steps - self.step)
 
-    def render(self, now: float, columns: int, rows: int) -> RenderableType:
+    def render(self, now: float, columns: int, rows: int) -> Group:
         """The view in at most `rows` lines, omitting the least important."""
         top = self._progress(now)
         urgent = self._reward_errors()
@@ -316,7 +327,7 @@ class Panel:
         step = f"step {self.step:>{len(str(self.total_steps))}}/{self.total_steps}"
         bar = ProgressBar(total=max(self.total_steps, 1), completed=self.step)
         table.add_row(Text(step, style="bold"), bar, Text(times))
-        if self.ended is not None:
+        if self.ended is not None or not self.phase:
             return [table]
         return [table, _row("now", f"{self.phase} {duration(now - self.phase_since)}")]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from distflow.cli import main
-from distflow.commands.run_sql import VIEWS, query_runs
 from distflow.data.batch import Batch
 from distflow.errors import UserError
+from distflow.launch.query_runs import VIEWS, query_runs
 from distflow.observe.sample_files import COLUMNS
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.runtime.run_reporter import keep_groups
