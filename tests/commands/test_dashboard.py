@@ -29,6 +29,7 @@ from distflow.data.batch import Batch
 from distflow.observe.crash_safe_files import encode
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.runtime.run_reporter import TOKEN_TEXTS, keep_groups
+from tests.commands.test_export_replay_report_why import write_run as write_ledger_run
 from tests.launch.plans.test_measured_run import write as write_measured_run
 from tests.observe.conftest import HOSTILE, write_asynchronous_run, write_run
 
@@ -447,6 +448,13 @@ def test_a_step_is_given_as_a_chrome_trace(client: Client) -> None:
     assert len(client.part("trace", run="project/asynchronous")["traceEvents"]) > len(events)
     status, _, text = client.ask("/api/trace?run=project/asynchronous&step=999")
     assert status == 400 and "999" in json.loads(text)["error"]
+
+
+def test_a_step_names_the_sample_that_it_waited_for(tmp_path: Path) -> None:
+    write_ledger_run(tmp_path / "run")
+    with serve(tmp_path) as client:
+        found = client.part("step", run="run", step=2)
+    assert f"its longest response is {found['slowest']}" in found["head"][2] and found["slowest"] in ("2-0", "4-0")
 
 
 def test_a_step_has_its_time_line_and_neighbours(client: Client) -> None:

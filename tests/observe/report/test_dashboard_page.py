@@ -271,3 +271,21 @@ def test_a_change_is_asked_for_on_the_page_of_times(browser: Any, tmp_path: Path
         browser.script("document.querySelector('form button').click()")
         wait(browser, "document.getElementById('said').textContent.includes('write rollout+1')")
         assert browser.script("document.querySelector('[aria-label=\"What if\"]')") is None
+
+
+def test_what_is_asked_most_is_answered_within_three_clicks(browser: Any, client: Client) -> None:
+    for clicks, shown in (
+        (("asynchronous", "Time"), "document.querySelector('#invoice tbody tr') !== null"),
+        (("tiny", "SQL", "why did the reward fall? by step"), "charts.length === 1 && charts[0].spec.names.length > 3"),
+        (("tiny", "SQL", "which sample made the slowest step slow?"), "document.querySelector('#own .count') !== null"),
+        (("tiny", "SQL", "is the rollout on the new weights?"), "document.querySelectorAll('tbody tr').length === 12"),
+    ):
+        open_page(browser, client, "runs")
+        for label in clicks:
+            link = (
+                f"[...document.querySelectorAll('main a, main button, nav a')].find((e) => e.textContent === '{label}')"
+            )
+            wait(browser, f"document.body?.getAttribute('aria-busy') === 'false' && {link} !== undefined")
+            browser.script(f"void {link}.click()")
+        wait(browser, shown)
+        assert browser.complaints() == []

@@ -14,7 +14,7 @@ const turns = ({ conversation, response }) => Array.isArray(conversation) && con
   ? conversation.map((turn) => {
     const { owner, text, agent, fork, why } = Object(turn);
     const branch = fork ? `fork ${fork}${why ? ` (${why})` : ""}: ` : "";
-    const who = `${agent ? `${agent}: ` : ""}${branch}${owner}${owner === "policy" ? " (drawn)" : " (given)"}`;
+    const who = `${agent ? `${agent}: ` : ""}${branch}${owner}${["policy", "unused"].includes(owner) ? " (drawn)" : " (given)"}`;
     return el("div", { class: OWNERS.includes(owner) ? `turn by-${owner}` : "turn" }, el("h4", {}, inert(who)), textBox(text));
   })
   : [textBox(response)];
