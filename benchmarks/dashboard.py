@@ -77,6 +77,10 @@ class Server(NamedTuple):
         call()
         return f"{time.perf_counter() - start:.2f} s ({self._cpu_s() - cpu:.2f} s of the processor)"
 
+    def since(self, start: float) -> str:
+        """As `timed`, since the server was started."""
+        return f"in {time.perf_counter() - start:.2f} s ({self._cpu_s():.2f} s of the processor)"
+
     def _cpu_s(self) -> float:
         stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in family(self.pid)]
         return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
@@ -146,7 +150,7 @@ def measure_peers(python: str, folder: Path, num_steps: int) -> None:
     start = time.perf_counter()
     with server(folder) as found:
         first_page(found.ask, "metrics")
-        print(f"distflow: started, and the first page answered, in {time.perf_counter() - start:.2f} s")
+        print(f"distflow: started, and the first page answered, {found.since(start)}", flush=True)
     servers = {
         "tensorboard": ["-m", "tensorboard.main", "--logdir", str(folder / "tensorboard"), "--port"],
         "trackio": ["-c", "import sys, trackio; trackio.show(open_browser=False, server_port=int(sys.argv[1]))"],
@@ -169,7 +173,7 @@ def measure_peers(python: str, folder: Path, num_steps: int) -> None:
 
 def _measure_peer(name: str, found: Server, write: Callable[[int], None], start: float, num_steps: int) -> None:
     _wait_for_step(found, num_steps)
-    print(f"{name}: started, and the first page answered, in {time.perf_counter() - start:.2f} s", flush=True)
+    print(f"{name}: started, and the first page answered, {found.since(start)}", flush=True)
     print(f"{name}: first page again: {found.timed(found.ask)}", flush=True)
     for step in range(num_steps + 1, num_steps + 4):
         write(step)

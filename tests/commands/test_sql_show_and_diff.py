@@ -101,7 +101,7 @@ def test_several_seeds_are_compared_by_their_spread(tmp_path: Path, capsys: pyte
         *(f"base-{seed}: 60 steps" for seed in range(3)),
         *(f"better-{seed}: 60 steps" for seed in range(3)),
     ]
-    sources = "(preset or default | command line)"
+    sources = "(command line | preset or default)"
     assert f"  data.seed: 0 | 1 | 2 {sources} -> 0 | 1 | 3 {sources}" in lines
     assert "same: torch, device" in lines and "different: data_fingerprint" in lines
     (reward,) = (line for line in lines if line.startswith("reward/mean_score"))

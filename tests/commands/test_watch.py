@@ -85,3 +85,13 @@ def test_the_view_of_a_resumed_run_goes_back(tmp_path: Path, monkeypatch: pytest
     monkeypatch.undo()
     left = "\n".join(screen(terminal.seen()))
     assert "step 3/9" in left and re.search(r"reward +0\.250", left) and "restart 1, from step 2" in left
+
+
+def test_a_clock_that_steps_back_changes_no_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunFolder(tmp_path, 0) as run:
+        run.write_json("run.json", {"total_steps": 9})
+    for step, t in ((1, 5000.0), (2, 5010.0), (3, 1000.0), (4, 1010.0), (5, 5020.0)):
+        add_step(tmp_path, 0, step, t, step / 10)
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    steps = [line[:8] for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert steps == ["step 1/9", "step 2/9", "step 5/9"]

@@ -10,12 +10,13 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distflow.commands.arguments_and_run_folders import LEDGER, add_run_argument, at_least, find_run
 from distflow.errors import UserError, count_of
-from distflow.observe.crash_safe_files import JSON, encode, read_object, to_json
+from distflow.observe.crash_safe_files import JSON, encode, read_object, to_json, to_number
 from distflow.observe.metrics import headline_names
 from distflow.observe.report.metric_differences import LAST
 from distflow.observe.report.summary_sentences import PROBLEM_KINDS, status
@@ -260,8 +261,8 @@ def _config_changes(
         sides.append(
             {
                 key: (
-                    " | ".join(dict.fromkeys(each.get(key, "missing") for each in values)),
-                    " | ".join(dict.fromkeys(each.get(key, PRESET) for each in sources)),
+                    " | ".join(sorted({each.get(key, "missing") for each in values})),
+                    " | ".join(sorted({each.get(key, PRESET) for each in sources})),
                 )
                 for key in keys
             }
@@ -385,6 +386,7 @@ class _Watched:
         title, num_steps = str(run.get("experiment") or run_dir), total if isinstance(total, int) else 0
         self._run_dir, self._metrics = run_dir, GrowingMetrics(run_dir)
         self._shown, self._num_events, self._was_written = set[tuple[int, int, str]](), 0, True
+        self._restart = 0
         records = self._metrics.read(read_timeline(run_dir))
         self._time = records[0].t if records else 0.0  # of what is shown; 0: now
         self.view = TerminalView(title, num_steps, clock=lambda: self._time or time.time(), generates=generates)
@@ -397,13 +399,13 @@ class _Watched:
         records = self._metrics.read(read_timeline(self._run_dir))
         new = [each for each in records if (each.restart, each.step, each.kind) not in self._shown]
         self._shown.update((each.restart, each.step, each.kind) for each in new)
-        both: list[Event | MetricsRecord] = [*events[self._num_events :], *new]
-        for each in sorted(both, key=lambda each: each.t):
-            self._time = each.t
+        parts: tuple[Sequence[Event | MetricsRecord], ...] = (events[self._num_events :], new)
+        ordered = [pair for part in parts for pair in zip(accumulate((e.t for e in part), max), part, strict=True)]
+        for self._time, each in sorted(ordered, key=lambda pair: pair[0]):  # a clock may step back within a part
             if isinstance(each, Event):
                 self._tell(each)
             else:
-                self.view.log(each.step, each.values)
+                self._log(each)
         self._num_events, has_ended = len(events), status(events)["word"] != "no end yet"
         if self._was_written and not is_written and not has_ended:
             said = "no process on this machine writes to the run: it was killed, or runs elsewhere"
@@ -415,11 +417,15 @@ class _Watched:
         self._time = 0.0
         time.sleep(_WATCH_EVERY_S)
 
+    def _log(self, record: MetricsRecord) -> None:
+        if record.restart > self._restart:
+            self._restart = record.restart
+            self.view.rewind(record.step - 1)
+        self.view.log(record.step, record.values)
+
     def _tell(self, event: Event) -> None:
         if event.kind == "start" and event.restart:
             resumed_at = event.fields.get("resumed_at")
-            step = max(resumed_at, 0) if isinstance(resumed_at, int) else 0
-            self.view.note("info", f"restart {event.restart}, from step {step}")
-            self.view.rewind(step)
+            self.view.note("info", f"restart {event.restart}, from step {max(to_number(resumed_at) or 0, 0):.0f}")
         elif event.kind in PROBLEM_KINDS and not event.rolled_back:
             self.view.note(event.kind, event.message)

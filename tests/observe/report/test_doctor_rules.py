@@ -90,6 +90,12 @@ def hack_reward(step: int, metrics: Metrics) -> None:
     metrics |= {name: 0.1 for name in ("val_correct/all/mean",) if name in metrics}
 
 
+def hack_reward_slowly(step: int, metrics: Metrics) -> None:
+    metrics["reward/mean_score"] += min(0.006 * (step - PLANTED), 0.25)
+    if "val_correct/all/mean" in metrics:
+        metrics["val_correct/all/mean"] -= min(0.003 * (step - PLANTED), 0.25)
+
+
 def trade_parts(step: int, metrics: Metrics) -> None:
     metrics["reward/mean_score"] += 0.3
     metrics["reward/math/mean"], metrics["reward/format/mean"] = metrics["reward/math/mean"] + 0.4, 0.1
@@ -110,6 +116,7 @@ FAULTS: dict[str, tuple[str, Plant]] = {
     "mismatch-staleness": ("warning", moves(mismatch__older_version__k3=0.1)),
     "stale-kv": ("warning", moves(mismatch__older_kv__k3=0.2)),
     "reward-hacking-suspect": ("warning", hack_reward),
+    "reward-hacking-suspect slowly": ("warning", hack_reward_slowly),
     "reward-hacking-suspect by parts": ("warning", trade_parts),
     "entropy-collapse": ("warning", moves(actor__entropy=lambda value, since: value * 0.9**since)),
     "entropy-explosion": (
@@ -201,6 +208,15 @@ def test_a_healthy_run_of_a_thousand_steps_on_disk(tmp_path: Path, capsys: pytes
     assert main(["doctor", str(write_run(tmp_path / "run", num_steps=1000))]) == 0
     out = capsys.readouterr().out
     assert "no problem found" in out and "stale-kv needs 8 steps with mismatch/older_kv/k3" in out
+
+
+def test_memory_that_fills_up_at_the_start_is_no_leak() -> None:
+    """Real runs on a CPU have this shape: the allocator's pools fill up over the first hundreds of steps."""
+    for seconds in (20, 40, 60):
+        filling = {step: {"memory/process/x": 1600.0 - 1100 * math.exp(-step / seconds)} for step in range(400)}
+        assert rules_over(filling, {}).findings() == []
+    leaking = {step: {"memory/process/x": 1600.0 - 1100 * math.exp(-step / 20) + 10.0 * step} for step in range(400)}
+    assert [found.rule for found in rules_over(leaking, {}).findings()] == ["memory-grows"]
 
 
 def test_noise_without_the_correction_would_alarm() -> None:

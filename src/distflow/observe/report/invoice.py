@@ -27,7 +27,7 @@ UNKNOWN, STUCK = "unknown", "stuck"
 OF_TRAINER, OF_RANK = "trainer: ", "rank "
 MOST_UNKNOWN = 0.02
 
-_COMMUNICATION, _WAKES, _SYNC = "communication", "wake-up", "update_weights"
+_COMMUNICATION, _WAKES, _BETWEEN, _SYNC = "communication", "wake-up", "between phases", "update_weights"
 _TAKES = ("rollout", "data")
 _OVERHEAD = {
     *("start", "end", "audit", "check", "record", "callbacks", "save", "save_wait", "eval", "release", "exchange"),
@@ -36,6 +36,8 @@ _OVERHEAD = {
 _SWAPS = ("weights of step", "version number of step")
 _STUCK_S = 1.0
 """A cycle of waits that is shorter is one thread that has not woken up yet."""
+_GAP_S = 0.1
+"""A gap without a span that is shorter is the loop's own work between two phases, or between two groups."""
 _TAIL = 0.1
 _MAX_BARS, _MAX_CAUSES, _MAX_CAUSE = 200, 40, 60
 _MAX_CUTS = 256
@@ -389,9 +391,10 @@ def _merged(stretches: Iterable[_Stretch]) -> Iterator[_Stretch]:
 
 
 def _relabelled(stretches: Iterable[_Stretch]) -> Iterator[_Stretch]:
+    known = {STUCK: (_STUCK_S, _WAKES), UNKNOWN: (_GAP_S, _BETWEEN)}
     for each in stretches:
-        is_short = each.cause == STUCK and each.end - each.start < _STUCK_S
-        yield each._replace(kind="overhead", cause=_WAKES) if is_short else each
+        limit, cause = known.get(each.cause, (0.0, ""))
+        yield each._replace(kind="overhead", cause=cause) if each.end - each.start < limit else each
 
 
 def journal_of(

@@ -32,8 +32,8 @@ UNPLANNED = ("eval", "save", "save_wait", "start")
 """Phases that a plan leaves out."""
 MUCH, _LAST_STEPS = 0.2, 20
 """The share of the last steps above which idleness is reported."""
-_SHORT_S, _GAPS_S = 0.5, 0.1
-"""Steps that are shorter are mostly overhead. In a step, as much time passes between spans."""
+_SHORT_S = 0.5
+"""Steps that are shorter are mostly overhead."""
 _ADVICE = {
     invoice.REWARD: "Give the reward functions more processes (reward.num_workers), or a shorter reward.timeout_s.",
     invoice.GENERATE: "Generation is the slower side: give it more devices, or fewer and shorter responses.",
@@ -235,9 +235,11 @@ def _failed_uids(run_dir: Path, timeline: Timeline, step: int | None) -> tuple[s
 
 
 def _first_step(steps: Steps, name: str, limit: float) -> int | None:
-    """The first step of the run's last quarter in which a metric reached its limit."""
-    values = [(step, value) for step, metrics in sorted(steps.items()) if (value := metrics.get(name)) is not None]
-    return next((step for step, value in values[-max(len(values) // 4, 1) :] if value >= limit), None)
+    """The first step in which a metric reached its limit, of the last ones whose means over ten steps are above it."""
+    known = [(step, value) for step, metrics in sorted(steps.items()) if (value := metrics.get(name)) is not None]
+    values = [value for _, value in known]
+    below = (end for end in range(len(values), 0, -1) if _mean(values[max(end - 10, 0) : end]) < limit)
+    return next((step for step, value in known[max(next(below, 0) - 10, 0) :] if value >= limit), None)
 
 
 def greedy_and_sampled(run_dir: Path, timeline: Timeline, steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
@@ -345,8 +347,7 @@ def unaccounted(run: RunRecords) -> Finding | None:
     """Time in which it is unknown what a device did."""
     total = sum(charge.seconds for charge in run.charges)
     unknown = sum(charge.seconds for charge in run.charges if charge.kind == invoice.UNKNOWN) / (total or 1.0)
-    are_gaps = unknown * total < _GAPS_S * len({(charge.step, charge.device) for charge in run.charges})
-    if unknown <= invoice.MOST_UNKNOWN or are_gaps:
+    if unknown <= invoice.MOST_UNKNOWN:
         return None
     text = f"Of the devices' time {unknown:.0%} is unaccounted for: no span in spans/ covers it."
     advice = "Spans were lost with a process, or its clock was set."

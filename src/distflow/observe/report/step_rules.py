@@ -326,16 +326,15 @@ def _stale_kv(h: History) -> str | None:
     worst="score",
 )
 def _hacking(h: History) -> str | None:
-    if h.drift(REWARD) <= DRIFT:
-        return None
-    accuracies = h.last("val_correct/all/mean")
-    moves = [abs(b - a) for a, b in zip(accuracies, accuracies[1:], strict=False)]
-    if len(accuracies) > 2 and max(accuracies) - accuracies[-1] > max(0.03, 2 * statistics.median(moves)):
-        return (
-            f"The reward rises, while the validation accuracy fell from {max(accuracies):.3f} to {accuracies[-1]:.3f}."
-        )
+    rewards, accuracies = h.last(REWARD), h.last("val_correct/all/mean", 30)
+    first, last = rewards[:_NEW], rewards[-_NEW:]
+    if statistics.fmean(last) - statistics.fmean(first) > statistics.pstdev(first) and len(accuracies) >= 6:
+        threes = [*zip(accuracies, accuracies[1:], accuracies[2:], strict=False)]
+        means, noise = [statistics.fmean(three) for three in threes], sorted(abs(a - 2 * b + c) for a, b, c in threes)
+        if max(means) - means[-1] > max(0.05, 5 * noise[len(noise) // 4]):
+            return f"The reward rises, while the validation accuracy fell from {max(means):.3f} to {means[-1]:.3f}."
     parts = {name: h.drift(name) for name in h.named("reward/*/mean")}
-    if parts and min(parts.values()) < -DRIFT and max(parts.values()) > DRIFT:
+    if h.drift(REWARD) > 0 and parts and min(parts.values()) < -DRIFT and max(parts.values()) > DRIFT / 2:
         up, down = max(parts, key=parts.__getitem__), min(parts, key=parts.__getitem__)
         return f"The reward rises by {up}, while {down} falls."
     return None
@@ -448,8 +447,8 @@ def _sick(h: History) -> str | None:
 )
 def _grows(h: History) -> str | None:
     values = h.last("memory/process")
-    before, after = statistics.fmean(values[:_NEW]), statistics.fmean(values[-_NEW:])
-    if after < 1.4 * before or min(values[-_NEW:]) < max(values[:_NEW]):
+    before, middle, after = (statistics.fmean(values[i : i + _NEW]) for i in (0, 40, _RECENT - _NEW))
+    if after < 1.4 * before or after - middle < 0.7 * (middle - before):  # allocators fill up, ever more slowly
         return None
     return f"The process's memory grew by {after / before - 1:.0%} in 80 steps."
 
