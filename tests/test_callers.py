@@ -12,6 +12,7 @@ from tests.source_trees import SOURCE, modules, nodes_of, tree_of
 CALLED_FROM_OUTSIDE = {
     "environments/areal_workflows.py": ("ModelResponse.*", "Engine.get_version"),  # workflows of users
     "errors.py": ("UserError._render_traceback_",),  # IPython
+    "cli.py": ("_Help._get_help_string",),  # argparse
     "commands/*.py": ("add_*_arguments", "run_*"),  # by the command's name
     "api/load_run.py": ("Table.to_pandas", "*._repr_html_"),  # users, and notebooks
     "api/own_training_loop.py": ("Rollouts.stats", "Rollouts.rollout_batch"),  # users

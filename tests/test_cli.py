@@ -72,6 +72,14 @@ def test_a_wrong_choice_is_answered_with_the_nearest(
     assert err.endswith(f"; did you mean '{meant}'?\n" if meant else ")\n")
 
 
+def test_an_option_of_no_command_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "report", "r", "--fast") == (
+        2,
+        "",
+        "distflow report: unrecognized arguments: --fast; see distflow report --help\n",
+    )
+
+
 def test_config_prints_what_loads_as_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, first, _ = run(capsys, "config", "grpo", *NEEDED, "data.train_batch_size=600", "++trainer.seed=3")
     assert status == 0 and "train_batch_size: 600" in first and "seed: 3" in first

@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from distflow import __version__
 from distflow.observe.sanitized_output import quiet_libraries, sanitized_output
@@ -115,8 +115,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_status(number)
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help that ends with an argument's default, unless its text says it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        is_said = not action.default or action.default == argparse.SUPPRESS or "default:" in (action.help or "")
+        return action.help if is_said else f"{action.help}; default: %(default)s"
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that suggests the nearest choice for a wrong one."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", _Help)
+        super().__init__(**options)
 
     def error(self, message: str) -> NoReturn:
         from distflow.errors import nearest
@@ -131,16 +143,15 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; parsed arguments have the function of the command as `run`."""
-    text = argparse.RawDescriptionHelpFormatter
     groups = (
         f"{title}:\n" + "".join(f"  {n:<9} {COMMANDS[n].help}\n" for n in names) for title, names in GROUPS.items()
     )
     about = "RL post-training of language models as a dataflow\n\n" + "\n".join(groups)
-    parser = _Parser(prog="distflow", description=about, formatter_class=text)
+    parser = _Parser(prog="distflow", description=about)
     parser.add_argument("--version", action="version", version=__version__)
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, entry in COMMANDS.items():
-        command = parsers.add_parser(name, description=entry.help, epilog=entry.more, formatter_class=text)
+        command = parsers.add_parser(name, description=entry.help, epilog=entry.more)
         module = import_module(f"distflow.commands.{entry.module}")
         getattr(module, f"add_{name}_arguments")(command)
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -154,18 +165,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(argv)
     unknown = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
     if unknown:
-        parser.error(_unrecognized(unknown, hasattr(arguments, "overrides")))
+        command = f"{parser.prog} {arguments.command}"
+        parser.exit(2, f"{command}: {_unrecognized(unknown, command, hasattr(arguments, 'overrides'))}\n")
     if rest:
         arguments.overrides += rest
     return arguments
 
 
-def _unrecognized(words: list[str], takes_keys: bool) -> str:
+def _unrecognized(words: list[str], command: str, takes_keys: bool) -> str:
     """The message for unrecognised arguments; keys are written without dashes."""
     message = f"unrecognized arguments: {' '.join(words)}"
     name, _, value = words[0].lstrip("-").partition("=")
     if not (takes_keys and words[0].startswith("-") and name):
-        return message
+        return f"{message}; see {command} --help"
     if name in HYDRA_OPTIONS:
         return f"{message}\n--{name} is an option of Hydra: remove it, and name the config after the command"
     from distflow.config.compose.unknown_and_unused_keys import suggest

@@ -3,6 +3,7 @@ the run; helpers for their messages."""
 
 import functools
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -113,6 +114,8 @@ def missing_path(path: Path) -> tuple[str, str]:
         return "a file does not expand variables of the shell", "write the path, or ${oc.env:NAME}/... in its place"
     if set("“”„‘’") & set(str(path)):
         return "its name has typographic quotes", "write it without quotes, or with \" or '"
+    if re.match(r"\w+:/", str(path)):
+        return "is an address, from which nothing is downloaded", "download the file, and write its path"
     if not path.parent.is_dir():
         absent = next(folder for folder in reversed(path.parents) if not folder.is_dir())
         looked = "" if path.is_absolute() else f" in {Path.cwd()}"

@@ -102,7 +102,7 @@ def test_targets_and_devices_that_cannot_be(tmp_path: Path, capsys: pytest.Captu
         assert main(["migrate", script, *options]) == 2
         assert said in capsys.readouterr().err
     assert main(["migrate", str(tmp_path / "gone.py")]) == 2
-    assert "gone.py cannot be read" in capsys.readouterr().err
+    assert "gone.py: there is no such file or folder" in capsys.readouterr().err
 
 
 def test_a_config_of_ours_is_not_taken_for_another_systems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,8 @@ def test_a_dropped_sample_one_of_a_run_without_a_ledger_and_none(
     assert lines[0].endswith("step 2, dropped") and "reports   odd" in lines
     assert main(["show", str(run_dir), "5-0"]) == 2
     assert "has no sample 5-0" in capsys.readouterr().err
+    assert main(["show", str(run_dir), "3-0", "--step", "2"]) == 2
+    assert "has no sample 3-0 in step 2" in capsys.readouterr().err, "not that of another step"
 
 
 def compared_run(folder: Path, seed: int, reward: float = 0.0, response: str = "same") -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distflow.audit import all_checks
-from distflow.audit.audit_schedule import SHARES, AuditSchedule, Depth, drawn_update
+from distflow.audit.audit_schedule import IN_ALL, SHARES, AuditSchedule, Depth, drawn_update
 from distflow.audit.log_probs import score_before
 from distflow.audit.model_forward import KeptWeights, Turns, model_of
 from distflow.audit.record_calls_and_updates import (
@@ -387,8 +387,9 @@ class Auditor:
             run.inputs.recorder.note(
                 "info",
                 f"audits are behind: the last was {since} steps ago, and trust.audit_freq={self._schedule.frequency} "
-                f"asks for one in as many. They may take {SHARES[Depth.AUDIT]:.2%} of the run's time. Short "
-                "checks of the other steps continue; trust.audit_freq=1 audits every step, independent of the cost",
+                f"asks for one in as many. Audits may take {SHARES[Depth.AUDIT]:.2%} of the run's time, and all "
+                f"checks together {IN_ALL:.0%}, so an audit waits until it fits. Short checks of the other steps "
+                "continue; trust.audit_freq=1 audits every step, independent of the cost",
             )
 
     def _check(self, checks: Sequence[Check], seen: object, what: str = "") -> dict[str, str | None]:

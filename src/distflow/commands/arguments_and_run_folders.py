@@ -69,7 +69,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or error
+        why = (getattr(error, "strerror", None) or str(error)).rstrip(".")
         raise UserError(f"{host}:{port} cannot be listened on: {why}; choose another --host or --port") from None
 
 

@@ -54,14 +54,14 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--options", type=_options, default={}, metavar="JSON", help="options of the reward function, as a JSON object"
     )
-    parser.add_argument("--rows", type=partial(at_least, 0), default=200, help="use the first ROWS rows; 0 means all")
+    parser.add_argument("--rows", type=partial(at_least, 0), default=200, help="use the first ROWS rows; 0 is all")
     parser.add_argument(
         "--show", type=partial(at_least, 0), default=3, help="number of faults of each kind to show; 0 is all"
     )
     parser.add_argument(
         "--timeout", type=_seconds, default=10.0, metavar="SECONDS", help="time limit of one call, in seconds"
     )
-    parser.add_argument("--workers", type=partial(at_least, 1), default=2, help="reward processes")
+    parser.add_argument("--workers", type=partial(at_least, 1), default=2, help="number of reward processes")
 
 
 def run_reward(arguments: argparse.Namespace) -> int:

@@ -108,9 +108,7 @@ _MAX_TEXT, _MAX_IDS = 1_000, 48
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["check"], help="show the data as the model receives it")
     add_preset_arguments(parser)
-    parser.add_argument(
-        "--rows", type=partial(at_least, 0), default=2, help="show the first ROWS rows of each file (default: 2)"
-    )
+    parser.add_argument("--rows", type=partial(at_least, 0), default=2, help="show the first ROWS rows of each file")
 
 
 def run_data(arguments: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl, quote
 
 from distflow import __version__
-from distflow.commands.arguments_and_run_folders import RUNS, listen
+from distflow.commands.arguments_and_run_folders import RUNS, at_least, listen
 from distflow.errors import UserError
 from distflow.import_target import check_server_packages
 from distflow.observe.crash_safe_files import encode
@@ -61,9 +61,11 @@ PAGES = (
 
 
 def add_dashboard_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", default=RUNS, type=Path, metavar="DIR", help="of runs, or of one; runs")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: for this machine only")
-    parser.add_argument("--port", type=int, default=6446, help="port to listen on (6446); 0 is any free port")
+    parser.add_argument(
+        "folder", nargs="?", default=RUNS, type=Path, metavar="DIR", help="a folder of runs, or one run's folder"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=partial(at_least, 0), default=6446, help="port to listen on; 0 is any free port")
 
 
 def run_dashboard(arguments: argparse.Namespace) -> int:

@@ -128,7 +128,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="keys of the config, e.g. data.system_prompt="
     )
-    parser.add_argument("--max-tokens", type=partial(at_least, 1), metavar="N", help="limit of a response (512)")
+    parser.add_argument("--max-tokens", type=partial(at_least, 1), metavar="N", help="of a response; default: 512")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy; default: as in the config")
     parser.add_argument("--plain", action="store_true", help="do not use the chat template: each line is a prompt")
 
@@ -173,11 +173,11 @@ _KEY = "DISTFLOW_API_KEY"
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL|RUN", help="a model's folder or hub id, a run's folder or a checkpoint")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: for this machine only")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 is any free port")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config: docs/config.md")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=partial(at_least, 0), default=8000, help="port to listen on; 0 is any free port")
     parser.add_argument(
-        "--api-key", metavar="KEY", help=f"what clients must send; default: ${_KEY}, or a random one, printed once"
+        "--api-key", metavar="KEY", help=f"key that clients must send; default: ${_KEY}, or a random key, printed once"
     )
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distflow.commands.arguments_and_run_folders import LEDGER, add_run_argument, add_trust_argument, find_run
+from distflow.commands.arguments_and_run_folders import LEDGER, add_run_argument, add_trust_argument, at_least, find_run
 from distflow.errors import UserError, count_of
 from distflow.observe.crash_safe_files import to_number
 from distflow.observe.sanitized_output import escape_control
@@ -37,7 +37,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", metavar="BUNDLE", help="a folder below RUN/bundles")
+    parser.add_argument("bundle", metavar="BUNDLE", help="folder of the saved update, below RUN/bundles")
     add_trust_argument(parser, "the run imported, or that came with its model")
 
 
@@ -86,7 +86,7 @@ _short = partial(escape_control, limit=MAX_TEXT, one_line=True)
 
 def add_why_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_argument(parser)
-    parser.add_argument("step", metavar="STEP", type=int, help="number of the step, counted from 1")
+    parser.add_argument("step", metavar="STEP", type=partial(at_least, 1), help="number of the step, counted from 1")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -55,7 +55,7 @@ def add_list_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what", choices=["presets", "models", "runs"], metavar="presets|models|runs", help="what to list"
     )
-    parser.add_argument("folder", nargs="?", default=RUNS, type=Path, metavar="DIR", help="folder of runs (runs)")
+    parser.add_argument("folder", nargs="?", default=RUNS, type=Path, metavar="DIR", help="folder of the runs")
 
 
 def run_list(arguments: argparse.Namespace) -> int:

@@ -30,19 +30,19 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CHANGE",
         help="rollout+1, rollout-1, staleness+1, rewards*2, response/2, or key=value; may be repeated",
     )
-    parser.add_argument("--device", metavar="NAME", help="h100, a100, cpu, ... (default: what this machine has)")
-    parser.add_argument("--devices", type=_count, metavar="N", help="devices of the run, 8 on each machine")
+    parser.add_argument("--device", metavar="NAME", help="h100, a100, cpu, ...; default: this machine's device")
+    parser.add_argument("--devices", type=_count, metavar="N", help="number of devices, 8 on each machine")
     parser.add_argument(
-        "--prompt-tokens", type=float, metavar="MEAN", help="mean length of prompts (half of data.max_prompt_length)"
+        "--prompt-tokens", type=float, metavar="MEAN", help="mean prompt length; default: half of the maximum"
     )
     parser.add_argument(
-        "--response-tokens", type=float, metavar="MEAN", help="of responses (half of data.max_response_length)"
+        "--response-tokens", type=float, metavar="MEAN", help="mean response length; default: half of the maximum"
     )
     parser.add_argument(
-        "--lengths", metavar="SPREAD", help="lengths of responses: lognormal:SIGMA, TOKENS:SHARE,..., or a file"
+        "--lengths", metavar="SPREAD", help="response lengths: lognormal:SIGMA, TOKENS:SHARE,..., or a file"
     )
     parser.add_argument("--simulate", type=_steps, metavar="STEPS", help="simulate the first steps with the scheduler")
-    for name, what in (("reward", "to score a group"), ("tool", "for a response's tools")):
+    for name, what in (("reward", "to score a group"), ("tool", "that the tools of a response take")):
         parser.add_argument(f"--{name}-seconds", type=_seconds, default=0.0, metavar="MEAN", help=f"mean time {what}")
     parser.add_argument(
         "--mtbf-hours", type=_seconds, default=0.0, metavar="MEAN", help="mean time between failures of a device"

@@ -5,22 +5,26 @@ import argparse
 import os
 import sys
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
+from distflow.commands.arguments_and_run_folders import at_least
 from distflow.errors import UserError, missing_path
+
+_RUN = "run a Python file with the limits of a reward call"
+_SERVE = "serve programs of reward functions on other machines until stopped"
 
 
 def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    action = actions.add_parser("run", help="run a Python file with the limits of a reward call")
-    action.add_argument("file", metavar="FILE", help="the program")
+    action = actions.add_parser("run", help=_RUN, description=_RUN)
+    action.add_argument("file", metavar="FILE", help="the Python file")
     action.add_argument("--stdin", metavar="FILE", help="file for its standard input; default: empty")
-    action = actions.add_parser("serve", help="serve programs of reward functions on other machines until stopped")
-    action.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; other than loopback needs a password"
-    )
-    action.add_argument("--port", type=int, default=8750, help="port to listen on; 0 is any free port")
-    action.add_argument("--at-once", type=int, default=os.cpu_count() or 1, metavar="N", help="programs at a time")
+    action = actions.add_parser("serve", help=_SERVE, description=_SERVE)
+    action.add_argument("--host", default="127.0.0.1", help="address to listen on; others need a password")
+    action.add_argument("--port", type=partial(at_least, 0), default=8750, help="port to listen on; 0 is any free port")
+    one, cores = partial(at_least, 1), os.cpu_count() or 1
+    action.add_argument("--at-once", type=one, default=cores, metavar="N", help="number of programs at a time")
 
 
 def run_sandbox(arguments: argparse.Namespace) -> int:
@@ -33,8 +37,6 @@ def _serve(arguments: argparse.Namespace) -> int:
     from distflow.sandbox.sandbox import Sandbox
     from distflow.sandbox.server import SandboxService, Server
 
-    if arguments.at_once < 1:
-        raise UserError("--at-once must be 1 or more")
     with Sandbox() as sandbox:
         service = SandboxService(sandbox, arguments.at_once)
         with Server(service, arguments.host, arguments.port, os.environ.get(TOKEN, "")) as server:

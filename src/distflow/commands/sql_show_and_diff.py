@@ -49,13 +49,13 @@ _MAX_CELL, _MAX_SHOWN = 60, 40
 
 
 def add_sql_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dirs", nargs="+", metavar="RUN", help="the folders of runs")
+    parser.add_argument("run_dirs", nargs="+", metavar="RUN", help="one or several runs' folders")
     parser.add_argument("query", metavar="SELECT", help='one statement, such as "select * from metrics limit 5"')
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON list of objects, whole texts included")
     form.add_argument("--csv", action="store_true", help="print CSV, whole texts included")
-    parser.add_argument("--rows", type=lambda text: at_least(1, text), default=10_000, help="limit of rows (10000)")
-    parser.add_argument("--seconds", type=lambda text: at_least(1, text), default=5, help="time limit (5)")
+    parser.add_argument("--rows", type=lambda text: at_least(1, text), default=10_000, help="maximum number of rows")
+    parser.add_argument("--seconds", type=lambda text: at_least(1, text), default=5, help="time limit in seconds")
 
 
 def run_sql(arguments: argparse.Namespace) -> int:
@@ -114,8 +114,8 @@ def _cell(value: object) -> str:
 
 def add_show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", help="the run's folder")
-    parser.add_argument("uid", metavar="UID", help="of a sample, such as 27570-2: group 27570, response 2")
-    parser.add_argument("--step", type=lambda text: at_least(0, text), help="default: the one that trained the group")
+    parser.add_argument("uid", metavar="UID", help="a sample's uid, such as 27570-2: group 27570, response 2")
+    parser.add_argument("--step", type=lambda text: at_least(0, text), help="default: the one that trained its group")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -132,8 +132,7 @@ class FoundSample(NamedTuple):
 def find_sample(run_dir: Path, uid: str, step: int | None) -> FoundSample:
     """step: None if it is not known. Raises UserError if there is no such sample."""
     group = _ledger_groups(run_dir).get(uid.partition("-")[0])
-    steps = [step] if step is not None else [group.step] if group and group.step else None
-    found, split, rows = _find_samples(run_dir, uid, steps)
+    found, split, rows = _find_samples(run_dir, uid, step, group.step if group else None)
     return FoundSample(found, split, next(row for row in rows if row.get("uid") == uid), group, rows)
 
 
@@ -159,15 +158,22 @@ def _ledger_groups(run_dir: Path) -> dict[str, Group]:
     return {str(group.group_id): group for group in fold_groups(records)}
 
 
-def _find_samples(run_dir: Path, uid: str, steps: list[int] | None) -> tuple[int, str, list[dict[str, JSON]]]:
-    """The step and split of a sample, and the samples of its group there. Raises UserError if there is none."""
+def _find_samples(
+    run_dir: Path, uid: str, asked: int | None, trained_in: int | None
+) -> tuple[int, str, list[dict[str, JSON]]]:
+    """The step and split of a sample, and the samples of its group there. asked: the only step to look at. trained_in:
+    the step that trained its group, by the ledger. Raises UserError if there is none."""
     known = read_timeline(run_dir)
     for split in (*sample_splits(run_dir), DROPPED):
-        for step in reversed(sample_steps(run_dir, split)) if steps is None or split != "train" else steps:
+        steps = [trained_in] if trained_in and split == "train" else [*reversed(sample_steps(run_dir, split))]
+        for step in steps if asked is None else [each for each in sample_steps(run_dir, split) if each == asked]:
             rows = read_samples(run_dir, step, split, known, None)
             if any(row.get("uid") == uid for row in rows):
                 return step, split, [row for row in rows if _group_of(row) == uid.partition("-")[0]]
-    raise UserError(f"{run_dir} has no sample {uid}: `distflow why RUN STEP` lists groups, and samples/ has the files")
+    where = "" if asked is None else f" in step {asked}"
+    raise UserError(
+        f"{run_dir} has no sample {uid}{where}: `distflow why RUN STEP` lists groups, and samples/ has the files"
+    )
 
 
 def _group_of(row: Mapping[str, JSON]) -> str:

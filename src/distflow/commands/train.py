@@ -26,7 +26,7 @@ def add_sft_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_train_arguments(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     add_preset_arguments(parser, default)
-    parser.add_argument("--resume", metavar="auto|never|PATH", help="where to resume from (default: auto)")
+    parser.add_argument("--resume", metavar="auto|never|PATH", help="where to resume from; default: auto")
     parser.add_argument(
         "--allow-change",
         action="append",

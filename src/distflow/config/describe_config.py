@@ -27,9 +27,9 @@ from distflow.import_target import own_name
 def describe(config: Config) -> list[str]:
     """A few lines such as `64 prompts × 8 = 512 samples → 1 optimizer step of 512, on-policy`."""
     if not is_rl(config):
-        return [_supervised_step(config), _learning_rate(config), _run(config)]
+        return [_supervised_step(config), _learning_rate(config), _run(config), *_unsaved(config.trainer)]
     lines = [_step(config), _objective(config), _kl(config), _tokens(config), _learning_rate(config), _run(config)]
-    return lines + _notes(config)
+    return lines + _notes(config) + _unsaved(config.trainer)
 
 
 def _step(config: Config) -> str:
@@ -153,11 +153,20 @@ def _notes(config: Config) -> list[str]:
     return notes
 
 
+def _unsaved(trainer: TrainerConfig) -> list[str]:
+    """A note for 0, which may be meant as "only the last step"; -1 is known to switch checkpoints off."""
+    is_unsaved = trainer.save_freq == 0 and _every(trainer, "save_freq") == _NEVER
+    return ["note: trainer.save_freq=0 saves no checkpoint, so the trained model is lost"] if is_unsaved else []
+
+
+_NEVER = "never"
+
+
 def _every(trainer: TrainerConfig, key: str) -> str:
     units = {"": "step", "_epochs": "epoch", "_secs": "second"}
     numbers = {unit: getattr(trainer, key + end) or 0 for end, unit in units.items()}
     told = [unit if n == 1 else f"{n:g} {unit}s" for unit, n in numbers.items() if n > 0]
-    return f"every {' or '.join(told)}" if told else "never"
+    return f"every {' or '.join(told)}" if told else _NEVER
 
 
 def explain(key: str, loaded: Loaded) -> str:

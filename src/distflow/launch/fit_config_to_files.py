@@ -1,6 +1,6 @@
 """Reads a config and its files, fits the config to them, and rejects keys that nothing reads."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -35,6 +35,7 @@ from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS, WINDOW
 
 _WAITS = "with async.max_staleness=0 the training thread generates, and no response is running when weights change"
 _ONE_PART = "the pipeline is one part, which has all devices: they are divided among several parts, or configs"
+_NO_VALIDATION = "there is no validation data: set data.val_files"
 _GREEDY = "actor_rollout_ref.rollout.val_kwargs.greedy=false switches it on"
 _REASONS = {
     **{f"dag.{name}": _ONE_PART for name in ("apportion_strategy", "consider_node_cohesion", "consider_node_load")},
@@ -47,15 +48,17 @@ _REASONS = {
     "algorithm.kl_ctrl.kl_coef": "algorithm.use_kl_in_reward=true switches it on",
     **{f"actor_rollout_ref.rollout.val_kwargs.{name}": _GREEDY for name in ("temperature", "top_k", "top_p")},
     "custom_reward_function.path": "custom_reward_function.path=null drops it where a file sets it",
+    **{f"trainer.{name}": _NO_VALIDATION for name in ("test_freq", "test_freq_epochs", "test_freq_secs")},
+    "actor_rollout_ref.actor.clip_ratio": "it holds if clip_ratio_low or clip_ratio_high is null, in a loss that clips",
 }
 # Coefficients of loss terms that a pipeline may omit: 0 is the same as omitting it.
 _COEFFICIENTS = ("algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.actor.kl_loss_coef")
 
 
 class InertKeys(UserError):
-    """Keys that the user set and nothing reads."""
+    """Keys that the user set and nothing reads. keys: with the reason, empty if it is not known."""
 
-    def __init__(self, keys: Collection[str], message: str):
+    def __init__(self, keys: Mapping[str, str], message: str):
         super().__init__(message)
         self.keys = keys
 
@@ -72,8 +75,9 @@ def refuse_inert_keys(loaded: Loaded, reads: set[str], pipeline: BoundPipeline) 
     handed = [node for node in theirs if {"ctx", "config"} & set(node.contract.reserved)]
     groups = {*loaded.config.user_groups, *(node.config_key for node in handed if node.config_key)} if handed else ()
     values = flatten(loaded.config)
+    reasons = _REASONS if pipeline.rollout_nodes else {}
     inert = {
-        key: f"{key} ({origin})" + (f": {_REASONS[key]}" if key in _REASONS and pipeline.rollout_nodes else "")
+        key: f"{key} ({origin})" + (f": {reasons[key]}" if key in reasons else "")
         for key, origin in loaded.set_keys.items()
         if key not in reads and not any(key == group or key.startswith(f"{group}.") for group in groups)
         if not is_verls(origin) and not (key in _COEFFICIENTS and values[key] == 0)
@@ -81,12 +85,13 @@ def refuse_inert_keys(loaded: Loaded, reads: set[str], pipeline: BoundPipeline) 
     users = {key: shown for key, shown in inert.items() if not is_preset(loaded.set_keys[key])}
     if users:
         shown = "\n".join(f"  {line}" for line in users.values())
+        more = "; turn a key that only your own node reads into an option of its function" if theirs else ""
+        if loaded.config.actor_rollout_ref.rollout.workflow is not None:
+            more += "; a workflow calls reward functions if it has a parameter `reward_fn`"
         raise InertKeys(
-            users,
+            {key: reasons.get(key, "") for key in users},
             f"keys without effect in pipeline '{pipeline.graph_id}':\n{shown}\n"
-            "Remove them, or choose a pipeline, estimator or loss that uses them; turn a key that only your own "
-            "node reads into an option of its function; a workflow calls reward functions if it has a parameter "
-            "`reward_fn`",
+            f"Remove them, or choose a pipeline, estimator or loss that uses them{more}",
         )
     return list(inert.values())
 

@@ -140,12 +140,7 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
                 "see data.prompt_format"
             )
     known = {domain for found in (data.looked_at, *data.validation.values()) for domain in found.domains}
-    of_domains: list[tuple[str, Collection[str]]] = [
-        ("reward.domains", config.reward.domains),
-        ("algorithm.domains", config.algorithm.domains),
-        *((f"reward_model.models.{name}", model.domains) for name, model in config.reward_model.models.items()),
-    ]
-    for key, named in of_domains:
+    for key, named in _by_domain(loaded):
         for name in sorted(set(named) - known):
             yield f"note: {key} has settings of '{name}', but no row is in that domain{hint(name, known)}"
     tags = {row.tag for found in (data.looked_at, *data.validation.values()) for row in found}
@@ -167,6 +162,15 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     workers = config.trainer.n_gpus_per_node
     if choose_device(config).type == "cpu" and workers > cores and config.trainer.launcher == "local":
         yield f"note: {workers} processes share {count_of(cores, 'core')} of this machine (trainer.n_gpus_per_node)"
+
+
+def _by_domain(loaded: Loaded) -> Iterator[tuple[str, Collection[str]]]:
+    """Keys with settings of domains, and the names of these."""
+    config = loaded.config
+    yield from (("reward.domains", config.reward.domains), ("algorithm.domains", config.algorithm.domains))
+    yield from ((f"reward_model.models.{name}", model.domains) for name, model in config.reward_model.models.items())
+    if not loaded.origin("reward.functions").startswith(("default", "presets/")):
+        yield "reward.functions", config.reward.functions.keys() - {"default"}
 
 
 def _oddities(row: PromptRow, unknown: int | None) -> Iterator[str]:

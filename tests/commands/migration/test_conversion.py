@@ -457,6 +457,27 @@ READ = {
         "trainer.n_gpus_per_node=2\ndone\n",
         {LR: 1e-3, f"{ACTOR}.strategy": "fsdp"},
     ),
+    "a quotation with escapes": (
+        "sh",
+        "deepspeed --num_gpus 4 --module openrlhf.cli.train_sft --pretrain m --dataset d/d "
+        "--input_template $'It\\'s {}\\nAnswer: '  # don't\n",
+        {"data.prompt_template": "It's {prompt}\nAnswer: ", "trainer.n_gpus_per_node": 4},
+    ),
+    "a strategy that the critic names again": (
+        "sh",
+        f"{VERL} algorithm.adv_estimator=gae {ACTOR}.strategy=fsdp2 critic.strategy=fsdp2 trainer.n_gpus_per_node=2\n",
+        {f"{ACTOR}.strategy": "fsdp"},
+    ),
+    "Megatron": (
+        "sh",
+        f"{VERL} {ACTOR}.strategy=megatron critic.strategy=megatron trainer.n_gpus_per_node=2\n",
+        {f"{ACTOR}.strategy": "fsdp"},
+    ),
+    "one tracker as a list": (
+        "yaml",
+        "model_name_or_path: m\ndataset_name: d/d\nnum_generations: 4\nlearning_rate: 1e-6\nreport_to: [wandb]\n",
+        {"trainer.logger": ("console", "wandb")},
+    ),
     "a reward model of AReaL": (
         "yaml",
         "experiment_name: a\ntrial_name: b\nactor: {path: m/m, is_critic: true, optimizer: {lr: 1e-5}}\n"

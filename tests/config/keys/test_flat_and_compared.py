@@ -563,3 +563,6 @@ def test_describe_tells_the_rest():
     assert "one response per prompt" in describe(load_config("verl_grpo", complete=False).config)[-1]
     assert "in the reward (kl × 0.001)" in "\n".join(describe(load_config("ppo", GOOD).config))
     assert describe(load_config("sft", GOOD).config)[0].startswith("64 examples → 1 optimizer step of 64, ")
+    for preset in ("grpo", "sft"):
+        unsaved, off = (describe(load_config(preset, [*GOOD, f"trainer.save_freq={n}"]).config)[-1] for n in (0, -1))
+        assert unsaved == "note: trainer.save_freq=0 saves no checkpoint, so the trained model is lost" != off

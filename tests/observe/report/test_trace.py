@@ -106,7 +106,7 @@ def test_a_run_that_was_killed_and_one_that_was_resumed(tmp_path: Path) -> None:
     [
         ("12", "has the spans of steps 1 to 8, but none of 12"),
         ("3-x", "STEPS is a step such as 12, or steps such as 10-14, not '3-x'"),
-        ("9-2", "none of 9-2"),
+        ("9-2", "such as 10-14, not '9-2'"),
     ],
 )
 def test_steps_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str, said: str) -> None:

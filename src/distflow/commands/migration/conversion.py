@@ -34,6 +34,8 @@ _IN_SCRIPT = """\
 rewards and columns: AReaL's script has them; check reward.functions (here math), data.prompt_key and data.answer_key"""
 _BY_SOURCE = """\
 rewards: verl chooses a function by each row's data_source; here it is math for all rows: check reward.functions"""
+_OF_MEGATRON = """\
+actor_rollout_ref.actor.strategy=megatron: it is not implemented yet; fsdp shards the weights over all devices"""
 _OF_OPENRLHF = """\
 reward_func: OpenRLHF calls it with lists, as reward_func(queries, prompts, labels); write it with the parameters \
 solution_strs and ground_truths, and without the prompt before each response (docs/rewards.md)"""
@@ -105,6 +107,8 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     table = tables.all_tables()[theirs.system]
     if theirs.system == "TRL":
         name_rewards(theirs.values, theirs.remarks)
+        if isinstance(trackers := theirs.values.get("report_to"), list):
+            theirs.values["report_to"] = trackers[0] if len(trackers) == 1 else ["console", *trackers]
     draft = Conversion(_PRESETS.get((theirs.system, theirs.method), theirs.method), {}, set(), list(theirs.remarks))
     for key, value in [*theirs.values.items()]:
         entries = {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {}
@@ -131,6 +135,8 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     grades = ("custom_reward_function.path", "reward.custom_reward_function.path", "reward_model.enable")
     if theirs.system == "verl" and theirs.method in ("grpo", "ppo") and not any(map(theirs.values.get, grades)):
         draft.missing.append(_BY_SOURCE)
+    if theirs.values.get("actor_rollout_ref.actor.strategy") == "megatron":
+        draft.missing.append(_OF_MEGATRON)
     if theirs.system == "OpenRLHF" and str(theirs.values.get("remote_rm_url")).endswith(".py"):
         draft.missing.append(_OF_OPENRLHF)
     if theirs.values.get("ref.path") == theirs.values.get("actor.path"):
@@ -205,7 +211,8 @@ def _convert_setting(theirs: ForeignSettings, table: tables.Table, key: str, val
         draft.missing.append(f"{place}={tables.as_override(value)}: {theirs.system}'s table does not have it")
     elif not name.accepts(value):
         is_address = isinstance(value, str) and "://" in value and "path={}" in name.ours
-        renamed = tables.find_value(key, value) if theirs.system == "verl" and isinstance(value, str) else None
+        is_verls = theirs.system == "verl" and isinstance(value, str)
+        renamed = tables.find_value(name.ours or key, value) if is_verls else None
         if (text := name.overrides(renamed or value)) and not is_address:
             draft.write(tables.split_overrides(text), key in theirs.values)
         else:
@@ -274,7 +281,8 @@ def _compute(
     formulas = _for(table.computed, theirs.method)
     names["share"] = partial(_share, values.get("max_steps"))
     names["devices"], used, overrides = devices or theirs.devices, set[str](), dict[str, str]()
-    if theirs.system == "TRL" and not names["devices"]:
+    says_devices = any(key.endswith(("n_gpus_per_node", "num_gpus_per_node")) for key in values)
+    if not (names["devices"] or says_devices) and (theirs.system == "TRL" or theirs.method in ("sft", "rm")):
         names["devices"] = 1
         missing.append("devices: their number is not in the file; 1 is assumed, set another with --devices N")
     made = list[Unread]()
@@ -407,10 +415,10 @@ def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
             read_config(with_changes(loaded, elsewhere))
             break
         except InertKeys as error:
-            for key in [
-                name for name in draft.overrides if any(f"{name}.".startswith(f"{key}.") for key in error.keys)
-            ]:
-                draft.drop(key, f"it has no effect with these settings ({draft.preset})")
+            for name in [*draft.overrides]:
+                for reason in [own for key, own in error.keys.items() if f"{name}.".startswith(f"{key}.")][:1]:
+                    why = f": {reason}" if reason else f" with these settings ({draft.preset})"
+                    draft.drop(name, f"it has no effect{why}")
             loaded = compose(draft)
         except UserError as error:
             if isinstance(error, ConfigError) and _drop_rejected(draft, error, {key for key, *_ in elsewhere}):

@@ -238,8 +238,6 @@ def _as_setting(key: str, value: object, remarks: list[str]) -> tuple[str, objec
     parts = value if isinstance(value, list) else [value]
     changes = [each for part in parts if isinstance(part, Rows) for each in part.changes]
     remarks += [f"{key}: the script changes its rows ({each}); change the file too" for each in changes]
-    if key == "report_to" and isinstance(value, list) and len(value) == 1:
-        return key, value[0]
     if key != "reward_funcs" or isinstance(value, Unread):
         return key, _plain(value)
     return "reward.functions", {

@@ -10,7 +10,7 @@ from distflow.commands.migration.python_scripts import METHODS, read_script
 from distflow.commands.migration.yaml_and_shell import ForeignSettings, ShellScript, identify, method_of, read_options
 from distflow.config.compose.yaml_settings import preset_names
 from distflow.config.migration.tables import all_tables
-from distflow.errors import UserError
+from distflow.errors import UserError, missing_path
 from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file
 
 _TRAINER = re.compile(
@@ -20,8 +20,8 @@ _TRAINER = re.compile(
 _METHODS = {"ppo_ray": "", "ppo": "ppo", "sft": "sft", "rm": "rm"} | {name.lower(): METHODS[name] for name in METHODS}
 _SHOWN = re.compile(r"(?m)^((?:[^\n]*\\\n)*[^\n]*?)\.py((?:[ \t]*\\\n|[ \t]+-)(?:[^\n]*\\\n)*[^\n]*)")
 """A command that a script shows: what starts the script, and its options."""
-_PROCESSES = re.compile(r"--(?:num_processes|(?P<node>nproc[_-]per[_-]node))[= ](?P<count>\d+)")
-_MACHINES = re.compile(r"--(?:num_machines|nnodes)[= ](\d+)")
+_PROCESSES = re.compile(r"--(?:num_processes|(?P<node>nproc[_-]per[_-]node|num_gpus))[= ](?P<count>\d+)")
+_MACHINES = re.compile(r"--(?:num_machines|nnodes|num_nodes)[= ](\d+)")
 
 
 def read_foreign(path: Path, devices: int | None = None) -> ForeignSettings:
@@ -32,6 +32,8 @@ def read_foreign(path: Path, devices: int | None = None) -> ForeignSettings:
         raise UserError(f"{path} cannot be migrated: it is not a text file") from error
     except yaml.YAMLError as error:
         raise UserError(f"{path} cannot be migrated: it is not valid YAML: {error}") from error
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: {'; '.join(missing_path(path))}") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except UserError as error:

@@ -251,12 +251,21 @@ def _lines(text: str, put: Callable[[str], str]) -> Iterator[tuple[int, list[str
         raise UserError(f"line {line}: a quotation mark is not closed")
 
 
-_COMMENT = re.compile(r"""(\\.|'[^']*'|"(?:\\.|[^"\\])*")|(?:(?<=\s)|^)\#[^\n]*""", re.MULTILINE | re.DOTALL)
+_COMMENT = re.compile(
+    r"""(\\.|'[^']*'|"(?:\\.|[^"\\])*")|\$'((?:\\.|[^'\\])*)'|(?:(?<=\s)|^)\#[^\n]*""", re.MULTILINE | re.DOTALL
+)
+_ESCAPED = {"n": "\n", "t": "\t"}
 
 
 def _without_comments(text: str) -> str:
-    """A comment may have any quotation marks, and a quotation a number sign."""
-    return _COMMENT.sub(lambda found: found[1] or "", text)
+    """A comment may have any quotation marks, and a quotation a number sign. `$'a\\nb'` becomes a plain quotation."""
+
+    def written(found: re.Match[str]) -> str:
+        if found[2] is None:
+            return found[1] or ""
+        return shlex.quote(re.sub(r"\\(.)", lambda escaped: _ESCAPED.get(escaped[1], escaped[1]), found[2]))
+
+    return _COMMENT.sub(written, text)
 
 
 _QUOTED = r"""(\\.|'[^']*'|"(?:\\.|[^"\\])*")"""

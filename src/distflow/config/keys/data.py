@@ -143,7 +143,7 @@ class DataConfig:
     val_max_samples: int = key(-1, "use only the first rows of val_files; -1 is all", minimum=-1)
     allow_overlap: bool = key(False, "do not warn about validation prompts that are trained on")
     shuffle: bool = key(True, "reshuffle the rows in each epoch")
-    seed: int = key(1, "seed of the order of the rows", minimum=0)
+    seed: int = key(1, "seed of the order of the rows", minimum=0, maximum=10**18)
     curriculum: CurriculumConfig = group(CurriculumConfig)
     num_loader_workers: int = key(4, "threads that tokenise the prompts; 0 uses none", minimum=0)
 

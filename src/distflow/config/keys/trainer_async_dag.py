@@ -144,7 +144,7 @@ class TrainerConfig:
     webhook: str | None = key(
         None, "https address to which findings are posted, or the environment variable that holds it; null: none"
     )
-    seed: int = key(1, "seed of new weights and of sampling", minimum=0)
+    seed: int = key(1, "seed of new weights and of sampling", minimum=0, maximum=10**18)
     device: str = key(
         "auto", "device of each worker: cpu, cuda, another accelerator of torch, or auto: one if all can have it"
     )

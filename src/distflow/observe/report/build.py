@@ -69,7 +69,7 @@ def write_report(run_dir: Path, data: Mapping[str, Any] | None = None) -> Path:
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
-        raise RunFolderError(f"there is no run's folder at {run_dir}")
+        raise RunFolderError(f"there is no folder {run_dir}: name the run's folder")
     if not is_ours(run_dir):
         raise RunFolderError(f"{run_dir} is not a run's folder (no files of distflow); nothing was written")
     path, content = run_dir / "report.html", page(report_data(run_dir) if data is None else data)

@@ -374,7 +374,7 @@ def _windows(spans: Sequence[Span], last: int | None, steps: str | None, run_dir
     if not known:
         raise UserError(f"{run_dir} has no spans of a training step in spans/training.jsonl: there is nothing to trace")
     wanted = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", steps or f"{max(max(known) - _NUM_LAST + 1, 0)}-{max(known)}")
-    if wanted is None:
+    if wanted is None or int(wanted[1]) > int(wanted[2] or wanted[1]):
         raise UserError(f"STEPS is a step such as 12, or steps such as 10-14, not '{steps}'")
     first_step, last_step = int(wanted[1]), int(wanted[2] or wanted[1])
     if not (windows := {step: window for step, window in known.items() if first_step <= step <= last_step}):

@@ -259,9 +259,7 @@ def _never_updated(h: History) -> str | None:
     late = h.step - 1 - versions[-1] - (bound if isinstance(bound, int) else 0) - every
     if late < 1 or len(set(versions)) > 1 or not min(h.last("actor/grad_norm", 3)) > 0:
         return None
-    return (
-        f"Step {h.step} trained on tokens of version {versions[-1]:.0f} at most, although the policy goes on changing."
-    )
+    return f"Step {h.step} trained on tokens of version {versions[-1]:.0f} at most, although the policy still changes."
 
 
 @register_doctor_rule(

@@ -252,7 +252,7 @@ class CheckpointStore:
         try:
             return _open(path)
         except DamagedError as err:
-            raise CheckpointError(f"the checkpoint {path} is damaged: {err}. {self._listing()}") from err
+            raise CheckpointError(f"the checkpoint {path} cannot be read: {err}. {self._listing()}") from err
 
     def exists(self) -> bool:
         return bool(checkpoints_in(self.folder))

@@ -222,7 +222,8 @@ def read_manifest(folder: Path) -> Manifest:
         if digest != _digest(body):
             raise DamagedError(f"{MANIFEST} does not match its own checksum")
         if (found := body.pop("format")) != FORMAT:
-            raise DamagedError(f"{MANIFEST} has format {found!r}, and this version of distflow reads {FORMAT}")
+            known = f"this version of distflow reads {FORMAT}; use the version that wrote it"
+            raise DamagedError(f"{MANIFEST} has format {found!r}, and {known}")
         files = {name: FileEntry(**entry) for name, entry in body.pop("files").items()}
         if any(name != Path(name).name for name in files):
             raise DamagedError(f"{MANIFEST} names files of another folder")
