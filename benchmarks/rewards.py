@@ -118,7 +118,7 @@ async def measure(work: Work, num_workers: int, num_verdicts: int) -> tuple[floa
     began = time.monotonic()
     pool = await asyncio.to_thread(PoolSettings({"work": work.target}, num_workers, TIMEOUT_S).start)
     try:
-        while len(pool.pids()) < num_workers:
+        while len(pool._living) < num_workers:
             await ask(pool, work, 2 * num_workers)
         started = time.monotonic()
         await ask(pool, work, num_verdicts)
@@ -133,7 +133,7 @@ async def longest_beside_a_hang(work: Work, hang: tuple[str, str, object] | None
     functions = {"work": work.target, "hang": "distflow.rewards.check_before_run:hang"}
     pool = await asyncio.to_thread(PoolSettings(functions, 2, TIMEOUT_S).start)
     try:
-        while len(pool.pids()) < 2:
+        while len(pool._living) < 2:
             await ask(pool, work, 4)
         hanging = asyncio.create_task(ask_one(pool, *hang, {})) if hang else None
         await asyncio.sleep(0.1)

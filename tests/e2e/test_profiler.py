@@ -32,6 +32,8 @@ def test_chosen_steps_are_recorded_and_the_run_is_the_same(ground: Playground) -
     assert [note for note in run.notes("info") if "the kernels of step 3 are in " in note]
     assert all(torch.equal(value, run.weights(3)[name]) for name, value in plain.weights(3).items())
     assert not (plain.folder / "profiles").exists()
+    assert all(step["timing_s/profile"] > 0 for step in run.metrics()), "the second has the end of the first's record"
+    assert not any("timing_s/profile" in step for step in plain.metrics())
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from distflow.cli import main
+from distflow.errors import UserError
 from distflow.observe import run_reader
 from distflow.observe.run_reader import read_events
 from tests.e2e.runs import Playground, Run
@@ -84,6 +85,16 @@ def test_a_reward_model_judges_a_run_and_its_resume_alike(tmp_path: Path) -> Non
     known = json.loads((whole.folder / "run.json").read_text())["reward_model_default"]
     assert known == json.loads((whole.folder / "run.json").read_text())["engine_reward_model"]
     assert (known["path"], known["revision"], len(known["fingerprint"])) == (str(reward_fn), "", 12)
+
+
+@pytest.mark.parametrize("form", ["reward_model.model.path={}", "reward_model.models={{h: {{path: {}}}}}"])
+def test_an_engine_with_the_tokenizer_of_another_model_is_refused_before_the_first_step(
+    tmp_path: Path, form: str
+) -> None:
+    folder = write_tiny_reward_model(tmp_path / "other", "qwen3", vocab_size=50)
+    with pytest.raises(UserError, match=r"reward_model\.model.*: its tokenizer is another model's: the token ' ' has"):
+        Playground(tmp_path).run("grpo", form.format(folder))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def judged(row: dict) -> str:

@@ -10,7 +10,7 @@ from tokenizers import normalizers
 from torch import nn
 
 from distflow.errors import UserError
-from distflow.models.loading import load_model, load_tokenizer, stop_token_ids
+from distflow.models.loading import ModelSource, load_model, load_tokenizer, stop_token_ids
 from distflow.models.paths import resolve_path
 from tests.tiny_models import tiny_tokenizer, write_tiny_model
 
@@ -186,6 +186,17 @@ def test_a_tokenizer_that_would_fill_the_memory_is_refused(tmp_path: Path, times
 def test_a_tokenizer_without_a_pad_token_gets_its_eos(folder: Path) -> None:
     edit_json(folder / "tokenizer_config.json", pad_token=None)
     assert load_tokenizer(folder).pad_token == "<eos>"
+
+
+def test_a_tokenizer_with_ids_that_the_model_does_not_embed_is_refused_unless_they_were_added(folder: Path) -> None:
+    tokenizer, config = load_tokenizer(folder), ModelSource(folder).config()
+    tokenizer.add_tokens(["<image>"])
+    tokenizer.save_pretrained(folder)
+    assert len(load_tokenizer(folder, model=config)) == config.vocab_size + 1
+    config.vocab_size -= 1
+    last = f"the token ' ' has the id {config.vocab_size}, and the model embeds only the ids below {config.vocab_size}"
+    with pytest.raises(UserError, match=f"its tokenizer is another model's: {last}"):
+        load_tokenizer(folder, model=config)
 
 
 def test_stop_ids_are_those_of_model_tokenizer_and_chat_template(folder: Path) -> None:

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distflow.config.keys.reward import RewardPart
-from distflow.rewards.pool.domain_pools import Patience, RewardSettings
+from distflow.rewards.pool.domain_pools import Patience, Pools, RewardSettings
+from distflow.rewards.pool.pool import Pool
 from distflow.rewards.router import RewardRouter
 
 PATIENCE = ("timeout_s", "num_workers", "retries", "backoff_s", "give_up_after")
@@ -16,3 +17,9 @@ def make_router(functions: Mapping[str, Sequence[tuple]], **arguments: Any) -> R
     settings = {name: arguments.pop(name) for name in SETTINGS if name in arguments}
     parts = {domain: tuple(RewardPart(*part) for part in each) for domain, each in functions.items()}
     return RewardRouter(RewardSettings(parts, patience, **settings), **arguments)
+
+
+def pids_of(pools: Pool | Pools) -> list[int]:
+    """Of the processes that run now."""
+    found = pools._pools.values() if isinstance(pools, Pools) else [pools]
+    return sorted(process.pid for pool in found for process in getattr(pool, "_living", ()))

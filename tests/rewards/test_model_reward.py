@@ -17,7 +17,7 @@ from distflow.rewards.pool.domain_pools import Patience
 from distflow.rewards.pool.worker import score_all
 from distflow.rewards.reward_functions import load_reward, with_options
 from distflow.rewards.reward_results import Score
-from tests.rewards.routers import make_router
+from tests.rewards.routers import make_router, pids_of
 from tests.tiny_models import EOS, tiny_tokenizer, write_tiny_reward_model
 
 PROMPT = "What is 2+3?"
@@ -148,7 +148,7 @@ def test_one_process_judges_for_all_domains_as_one_part_of_the_score(tmp_path: P
         pools = router.pools
         assert pools.of("sums", "model") is pools.of("chat", "model") is not pools.of("other", "model")
         assert pools.of("sums", "exact_match") is pools.of("sums") is not pools.of("plain")
-        assert len(pools.pids()) == 2 + 2, "a process for each model, and for each domain that has other functions"
+        assert len(pids_of(pools)) == 2 + 2, "a process for each model, and for each domain that has other functions"
         samples = [sample(domain, text) for domain in ("sums", "chat", "other") for text in ("5", "no")]
         found = asyncio.run(router(samples))
         counts = router.call_counts.take().counts
@@ -174,11 +174,13 @@ def test_one_process_judges_for_all_domains_as_one_part_of_the_score(tmp_path: P
         ({"path": "{folder}", "dtype": "float8"}, "has dtype 'float8': write bfloat16 or float32"),
         ({"path": "{folder}", "device": "cuda:77"}, "has no device 'cuda:77'"),
         ({"path": "{folder}", "max_tokens": 0}, "max_tokens 1 or more"),
+        ({"path": "{folder}/other"}, "its tokenizer is another model's"),
         ({"path": "{folder}", "max_lenght": 9}, "no option 'max_lenght'; did you mean 'max_length'"),
     ],
 )
 def test_what_cannot_judge_is_told_before_the_start(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     write_tiny_reward_model(tmp_path)
+    write_tiny_reward_model(tmp_path / "other", vocab_size=50)
     given = {name: str(value).format(folder=tmp_path) if name == "path" else value for name, value in options.items()}
     with pytest.raises(UserError) as caught:
         load_reward(with_options(REWARDS["model"].target, given))

@@ -9,6 +9,7 @@ from distflow.rewards.router import RewardRouter
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.rollout_session import Session
 from tests.e2e.runs import Playground
+from tests.rewards.routers import pids_of
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_leaving_cancels_work_before_it_closes_what_the_work_needs(ground: Playg
         session.call(asyncio.sleep(0))
         raise KeyError("the first")
     assert seen == ["open"] and future.cancelled()
-    assert resources.reward_fn is not None and resources.reward_fn.pools.pids() == []
+    assert resources.reward_fn is not None and pids_of(resources.reward_fn.pools) == []
 
 
 def test_a_service_that_cannot_end_is_told_only_where_nothing_failed_before(

@@ -29,7 +29,7 @@ import sys, time
 from distflow.sandbox.sandbox import Sandbox
 sandbox = Sandbox(level=sys.argv[1])
 session = sandbox.open("import time\\ndef f(): time.sleep(100)")
-print(sandbox.server_pid, flush=True)
+print(sandbox._server.pid, flush=True)
 session.call("f")
 """
 
@@ -53,7 +53,7 @@ def gone(pids: set[int], within_s: float = 60.0) -> bool:
 
 def test_it_has_nothing_of_its_owner(sandbox: Sandbox) -> None:
     """Neither environment nor descriptors; what it runs on is what came with Python."""
-    for pid in {sandbox.server_pid, *family(sandbox.server_pid)}:
+    for pid in {sandbox._server.pid, *family(sandbox._server.pid)}:
         assert set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")) <= {
             b"",
             b"PYTHONHASHSEED=0",
@@ -85,21 +85,21 @@ def test_it_ends_with_its_owner(name: LevelName) -> None:
 
 def test_one_that_was_killed_is_made_again(sandbox: Sandbox) -> None:
     session = sandbox.open("import time\ndef f(): time.sleep(100)")
-    dead, programs = sandbox.server_pid, family(sandbox.server_pid)
+    dead, programs = sandbox._server.pid, family(sandbox._server.pid)
     os.kill(dead, signal.SIGKILL)
     with pytest.raises((SandboxFault, Broken)):
         session.call("f")
     session.close()
     assert sandbox.run("print(1)").stdout == "1\n"
     assert gone({dead, *programs})
-    assert sandbox.server_pid != dead
+    assert sandbox._server.pid != dead
 
 
 def test_closing_leaves_nothing(sandbox: Sandbox) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with Sandbox(LIMITS, sandbox.level.name) as other:
         session = other.open("def f(): return 1")
-        pids = {other.server_pid, *family(other.server_pid)}
+        pids = {other._server.pid, *family(other._server.pid)}
     assert gone(pids)
     session.close()
     session.close()
@@ -114,8 +114,8 @@ def test_a_thread_that_started_it_may_end() -> None:
 
     with ThreadPoolExecutor(1) as threads:
         sandbox = threads.submit(Sandbox).result()
-    pid = sandbox.server_pid
-    assert sandbox.run("print(1)").stdout == "1\n" and sandbox.server_pid == pid
+    pid = sandbox._server.pid
+    assert sandbox.run("print(1)").stdout == "1\n" and sandbox._server.pid == pid
     sandbox.close()
 
 

@@ -149,9 +149,9 @@ def test_what_a_function_raises(sandbox: Sandbox) -> None:
 def test_programs_of_several_threads_at_once(sandbox: Sandbox) -> None:
     """A hang of one delays no other."""
     said: list[str] = []
-    before = family(sandbox.server_pid)
+    before = family(sandbox._server.pid)
     with sandbox.open("import time\ndef f(): time.sleep(600)", LIMITS._replace(wall_s=600.0)) as session:
-        (program,) = family(sandbox.server_pid) - before
+        (program,) = family(sandbox._server.pid) - before
         hanging = ThreadPoolExecutor(1).submit(session.call, "f")
         others = [threading.Thread(target=lambda i=i: said.append(sandbox.run(f"print({i})").stdout)) for i in range(8)]
         for thread in others:

@@ -84,11 +84,11 @@ def test_exhausted_tickets_are_an_error_that_says_why_and_what_to_do():
         assert part in str(caught.value)
 
 
-def test_exhausted_tickets_of_rejected_episodes_name_the_workflow():
+def test_exhausted_tickets_of_rejected_groups_name_those_who_may_reject():
     queue = edge_with(3, consumer_batch=3)
     for number in range(3):
         queue.drop(number, "rejected")
-    with pytest.raises(Exhausted, match=r"3 rejected\): the workflow returned None, which rejects the episode"):
+    with pytest.raises(Exhausted, match=r"3 rejected\): should_accept returned False for them, or their workflow"):
         queue.ready(0, exhausted=True)
 
 

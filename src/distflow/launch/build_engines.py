@@ -172,7 +172,7 @@ def build_reward_model(
     with blaming(key):
         check_config(found := ModelSource(**source), found.config())
         model = load_model(**source, sharding=_sharding(get, spread), device=device, draws_head=False)
-        tokenizer = load_tokenizer(source["path"], generates=False)
+        tokenizer = load_tokenizer(source["path"], generates=False, model=model.config)
     longest, group = longest_text(model.config, tokenizer), get("collective")
     frozen = model.requires_grad_(False)
     return RewardModelScorer(frozen, tokenizer=tokenizer, max_length=longest, group=group, **options)
@@ -195,7 +195,8 @@ class JudgeParts(NamedTuple):
 def build_judge(get: Get, device: torch.device, key: str, source: Source, parts: JudgeParts) -> Judge:
     """A judge, whole or in shards, with its own tokenizer."""
     with blaming(key):
-        tokenizer, longest = load_tokenizer(source["path"]), context_length(**source)
+        config, longest = ModelSource(**source).config(), context_length(**source)
+        tokenizer = load_tokenizer(source["path"], model=config)
         answer_tokens = max(map(len, choice_replies(parts.choices, tokenizer)), default=parts.answer_tokens)
         if longest is not None and answer_tokens >= longest:
             raise UserError(

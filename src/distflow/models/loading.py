@@ -408,10 +408,11 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
     generates: bool = True,
+    model: PreTrainedConfig | None = None,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a path (see `resolve_path`) or a GGUF file in its folder; with a pad token if it has an end.
 
-    Raises UserError if there is none, or it has no end-of-sequence token but `generates`.
+    Raises UserError if there is none, it has no end-of-sequence token but `generates`, or it is not that of `model`.
     """
     source = resolve_path(path)
     if gguf_file is None:
@@ -428,6 +429,8 @@ def load_tokenizer(
         loader: Any = PreTrainedTokenizerFast if own_class in _GENERIC_CLASSES else AutoTokenizer
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(source, **options)
     _refuse_growth(tokenizer, source)
+    if model is not None:
+        _require_embeddings(tokenizer, model.get_text_config().vocab_size)
     if generates and tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of '{source}' has no eos_token: responses could not end; set it there")
     if tokenizer.pad_token_id is None:
@@ -435,6 +438,15 @@ def load_tokenizer(
     if gguf_file is None and has_image_processor(source, revision):
         tokenizer.image_processor = load_image_processor(source, revision)  # see `images_of`
     return tokenizer
+
+
+def _require_embeddings(tokenizer: PreTrainedTokenizerBase, size: int) -> None:
+    """Raises UserError for a token without an embedding. Added ones may lack it, as placeholders of images do."""
+    own = tokenizer.get_vocab().items() - tokenizer.get_added_vocab().items()
+    number, token = max(((number, token) for token, number in own), default=(-1, ""))
+    if number >= size:
+        why = f"{token!r} has the id {number:,}, and the model embeds only the ids below {size:,}"
+        raise UserError(f"its tokenizer is another model's: the token {why}")
 
 
 _MOST_GROWTH = 1000

@@ -85,7 +85,7 @@ def _loaded(path: str, revision: str, dtype: str, device: str, max_length: int) 
     if dtype not in DTYPES:
         raise UserError(f"the reward 'model' has dtype '{dtype}': write {' or '.join(DTYPES)}")
     model = load_reward_model(path, dtype=getattr(torch, dtype), device=_device(device), revision=revision or None)
-    tokenizer = load_tokenizer(path, revision=revision or None, generates=False)
+    tokenizer = load_tokenizer(path, revision=revision or None, generates=False, model=model.config)
     longest = longest_text(model.config, tokenizer)
     if longest is not None and max_length > longest:
         raise UserError(f"the reward 'model' reads {longest} tokens at most, not {max_length} (max_length)")

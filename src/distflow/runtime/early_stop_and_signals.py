@@ -81,7 +81,9 @@ class MetricStop:
             return f"{condition.metric} is {metrics[condition.metric]:g} (trainer.stop_when={condition})"
         from distflow.observe.metrics import find_metric  # not at every command's start
 
-        may_come = find_metric(condition.metric) is not None and not condition.is_of_validation  # in a later step
+        parts = {name.split("/")[0] for name in self._seen}  # a part that has no metric at first has none later
+        known = find_metric(condition.metric) is not None and condition.metric.split("/")[0] in parts
+        may_come = known and not condition.is_of_validation  # in a later step
         if not self._has_warned and not may_come and (was_validated or not condition.is_of_validation):
             self._has_warned = True
             self.report_missing(f"no metric of that name so far{', with a validation done' if was_validated else ''}")

@@ -233,11 +233,16 @@ class Recorder(AbstractContextManager["Recorder"]):
             return
         folder = self._options.run_dir / "profiles"
         folder.mkdir(exist_ok=True)
-        with torch.profiler.profile() as profile:
-            yield
         worker = "" if self._process.leads else f"-{self._process.part}"
-        file = folder / f"step-{step:06d}{worker}.json.gz"
-        profile.export_chrome_trace(str(file))
+        file, profile = folder / f"step-{step:06d}{worker}.json.gz", torch.profiler.profile()
+        with self.phases("profile"):
+            profile.start()
+        try:
+            yield
+        finally:
+            with self.phases("profile"):
+                profile.stop()
+                profile.export_chrome_trace(str(file))
         self.note("info", f"the kernels of step {step} are in {file}")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:

@@ -85,11 +85,6 @@ class Sandbox(interface.AnySandbox):
         self._lock = threading.Lock()
         self._closed = False
 
-    @property
-    def server_pid(self) -> int:
-        """Process id of the fork server, the ancestor of all programs."""
-        return self._server.pid
-
     def run(self, code: str, stdin: str = "", limits: interface.Limits | None = None) -> interface.RunResult:
         started, encoded = time.monotonic(), stdin.encode("utf-8", "surrogateescape")
         try:

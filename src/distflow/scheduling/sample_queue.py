@@ -279,7 +279,7 @@ class SampleQueue:
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
         remedy = "use prompts of suitable difficulty or raise algorithm.filter_groups.max_num_gen_batches"
         if [*dropped] == ["rejected"]:
-            remedy = "the workflow returned None, which rejects the episode: return a score for more of them"
+            remedy = "should_accept returned False for them, or their workflow returned None: accept more of them"
         elif num_left:
             remedy += ", or set algorithm.filter_groups.when_exhausted=continue to train on those left"
         whose = f" of the domain '{name}'" if name else ""

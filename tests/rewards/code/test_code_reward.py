@@ -18,6 +18,7 @@ from distflow.rewards.reward_results import due_within, left_s
 from distflow.sandbox.interface import SandboxFault
 from distflow.sandbox.sandbox import Sandbox
 from tests.patience import at_some_deadline
+from tests.rewards.routers import pids_of
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 DOUBLE = {"fn_name": "f", "inputs": [[i] for i in range(8)], "outputs": [2 * i for i in range(8)]}
@@ -417,7 +418,7 @@ def test_through_the_pool_an_endless_program_is_wrong_and_a_dead_sandbox_is_repl
         for answer, within_s in zip(answers, (deadline_s, 60.0, 60.0), strict=True):
             arguments = {"data_source": "", "solution_str": answer, "ground_truth": FEW, "extra_info": {}}
             reward_results.append(asyncio.run(pool.call("code", arguments, within_s)))
-            (worker,) = pool.pids()
+            (worker,) = pids_of(pool)
             kill_children(worker)
         assert [getattr(reward_result, "value", reward_result) for reward_result in reward_results] == [0.0, 1.0, 1.0]
         assert "ran out of time" in str(reward_results[0].extra["failed"])

@@ -14,7 +14,7 @@ from distflow.rewards.pool.domain_pools import Patience, Pools, RewardSettings
 from distflow.rewards.reward_results import Error, Score, Timeout
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from tests.patience import at_some_deadline
-from tests.rewards.routers import make_router
+from tests.rewards.routers import make_router, pids_of
 
 FAULTY = str(Path(__file__).with_name("faulty_verifiers.py"))
 CUSTOM = [("custom", 1.0)]
@@ -58,7 +58,7 @@ def test_domains_that_neither_functions_nor_settings_name_share_the_places_of_th
         assert pools.of("sums") is not pools.of("default") is pools.of("elsewhere")
         assert pools.of("slow") not in (pools.of("default"), pools.of("sums"))
         assert (pools.of("slow").timeout_s, pools.of("sums").timeout_s) == (7.0, DEADLINE_S)
-        assert len(pools.pids()) == 3
+        assert len(pids_of(pools)) == 3
         assert judge(router, [sample("elsewhere", "echo", value=2)])[0].reward_result == Score(2.0)
 
 
@@ -143,7 +143,7 @@ def test_one_that_cannot_be_loaded_leaves_none_behind(monkeypatch: pytest.Monkey
     functions = {"good": [RewardPart("format")], "bad": [RewardPart("no_such_module:score")]}
     with pytest.raises(UserError, match="no module 'no_such_module'"):
         Pools(RewardSettings(functions, Patience(5.0, 1)))
-    assert closed and all(pool.closed and pool.pids() == [] for pool in closed)
+    assert closed and all(pool.closed and pids_of(pool) == [] for pool in closed)
 
 
 def test_a_domain_without_a_function_is_told() -> None:

@@ -19,7 +19,7 @@ from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.pool.process import Channel
 from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout
 from tests.patience import at_some_deadline
-from tests.rewards.routers import make_router
+from tests.rewards.routers import make_router, pids_of
 
 FAULTY = f"{Path(__file__).with_name('faulty_verifiers.py')}:compute_score"
 SHORT_S = 0.4
@@ -131,11 +131,11 @@ def test_a_verdict_that_is_judged_again_is_counted(tmp_path):
 )
 def test_what_is_no_finite_number_is_an_error_never_a_zero(pool, what, reason):
     assert still_serves(pool)
-    pids = pool.pids()
+    pids = pids_of(pool)
     reward_result = judge(pool, what)
     assert isinstance(reward_result, Error) and reason in reward_result.reason
     assert still_serves(pool)
-    assert pool.pids() == pids, "an error that the verifier reports needs no new process"
+    assert pids_of(pool) == pids, "an error that the verifier reports needs no new process"
 
 
 def test_scores_keep_their_remarks(pool):
@@ -173,7 +173,7 @@ def test_answers_belong_to_their_requests_while_others_hang_and_crash():
                 assert isinstance(reward_result, Error)
             else:
                 assert reward_result == Score(float(i))
-        assert len(pool.pids()) <= 2
+        assert len(pids_of(pool)) <= 2
     finally:
         pool.close()
 
@@ -251,7 +251,7 @@ def test_time_in_the_queue_does_not_count():
 
 def test_a_process_that_is_killed_while_idle_is_replaced(pool):
     assert still_serves(pool)
-    for pid in pool.pids():
+    for pid in pids_of(pool):
         os.kill(pid, signal.SIGKILL)
     assert still_serves(pool)
 
@@ -261,10 +261,10 @@ def test_close_leaves_no_process_and_waits_for_no_verifier():
 
     async def close_while_busy() -> tuple[list[int], list[RewardResult]]:
         tasks = [asyncio.create_task(pool.call("faulty", arguments("hang with signals blocked"))) for _ in range(5)]
-        while len(pool.pids()) < 2:
+        while len(pids_of(pool)) < 2:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
-        pids = pool.pids()
+        pids = pids_of(pool)
         await asyncio.wait_for(asyncio.to_thread(pool.close), 60)
         return pids, await asyncio.gather(*tasks)
 
@@ -282,7 +282,7 @@ def test_no_orphan_when_the_run_itself_is_killed(busy):
 import asyncio, sys
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 pool = RewardPool(PoolSettings({{"faulty": {FAULTY!r}}}, num_workers=1, timeout_s=600))
-print(*pool.pids(), flush=True)
+print(*(process.pid for process in pool._living), flush=True)
 if {busy}:
     arguments = {arguments("hang in c")!r}
     asyncio.run(pool.call("faulty", arguments))

@@ -9,7 +9,7 @@ from distflow.errors import UserError
 from distflow.rewards.pool import domain_pools
 from distflow.rewards.pool.domain_pools import Patience, RewardSettings, pool_settings, started_early, take_pool
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
-from tests.rewards.routers import make_router
+from tests.rewards.routers import make_router, pids_of
 
 FORMAT = {"default": [("format", 1.0)]}
 REWARDS = RewardSettings({"default": [RewardPart("format")]}, Patience(timeout_s=5.0, num_workers=1))
@@ -37,7 +37,7 @@ def test_the_router_of_the_same_settings_takes_it_over_once(pools: list[RewardPo
     with started_early(SETTINGS):
         with make_router(FORMAT, timeout_s=5.0, num_workers=1, max_response_length=9) as router:
             assert pools == [router.pools.of("default")]
-            pids = router.pools.pids()
+            pids = pids_of(router.pools)
             take_pool(SETTINGS).close()
             assert len(pools) == 2
         assert pids and not any(map(is_there, pids)), "who took it closed it"
@@ -47,7 +47,7 @@ def test_other_settings_get_their_own_and_what_nobody_takes_is_closed(pools: lis
     with started_early(SETTINGS):
         take_pool(SETTINGS._replace(timeout_s=7.0)).close()
     assert sorted(pool.timeout_s for pool in pools) == [5.0, 7.0]
-    assert [pool.pids() for pool in pools] == [[], []]
+    assert [pids_of(pool) for pool in pools] == [[], []]
 
 
 def test_one_that_could_not_be_loaded_ahead_is_tried_again(tmp_path: Path) -> None:

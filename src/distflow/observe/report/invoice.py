@@ -31,7 +31,7 @@ _COMMUNICATION, _WAKES, _BETWEEN, _SYNC = "communication", "wake-up", "between p
 _TAKES = ("rollout", "data")
 _OVERHEAD = {
     *("start", "end", "audit", "check", "record", "callbacks", "save", "save_wait", "eval", "release", "exchange"),
-    *(_COMMUNICATION, _WAKES, _SYNC, *_TAKES),
+    *("profile", _COMMUNICATION, _WAKES, _SYNC, *_TAKES),
 }
 _SWAPS = ("weights of step", "version number of step")
 _STUCK_S = 1.0

@@ -226,10 +226,6 @@ class Pools:
         """The functions that see a whole episode."""
         return frozenset[str]().union(*(pool.takes_conversations for pool in self._pools.values()))
 
-    def pids(self) -> list[int]:
-        """Process ids of the running workers."""
-        return sorted(pid for pool in self._pools.values() for pid in pool.pids())
-
     def close(self) -> None:
         """Kill all processes; see `RewardPool.close`."""
         with ThreadPoolExecutor(max(len(self._pools), 1), thread_name_prefix="distflow-pools") as threads:

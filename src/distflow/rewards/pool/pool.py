@@ -83,10 +83,6 @@ class Pool(ABC):
         (reward_result,) = await self.score_group(name, [arguments], timeout_s)
         return reward_result
 
-    def pids(self) -> list[int]:
-        """Process ids of the running workers; empty if they may be on other machines."""
-        return []
-
     @abstractmethod
     def close(self) -> None: ...
 
@@ -158,9 +154,6 @@ class RewardPool(Pool):
         self._threads.shutdown(wait=True)
         for process in list(self._living):
             self._retire(process)
-
-    def pids(self) -> list[int]:
-        return sorted(process.pid for process in self._living)
 
     def _add_threads(self, serving: set[asyncio.Future[None]], pending: deque[Request], timeout_s: float) -> None:
         """Add as many threads as there are free slots and requests; none once the pool is closed."""
