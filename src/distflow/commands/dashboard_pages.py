@@ -24,7 +24,7 @@ from distflow.observe.report import graph_and_timelines as step_parts
 from distflow.observe.report.build import RunPages
 from distflow.observe.report.run_rules import measured_phases
 from distflow.observe.report.summary_sentences import ACCURACY, PROBLEM_KINDS, REWARD, audited, status
-from distflow.observe.run_reader import GrowingMetrics, flat_config, read_events, read_timeline
+from distflow.observe.run_reader import GrowingMetrics, flat_config, read_events
 from distflow.observe.writing.run_folder import MARK, writer_of
 
 MAX_POINTS = 2000
@@ -61,8 +61,7 @@ class OpenRun:
         with self._lock:
             version = self.version
             if self._pages is None or version != self._version:
-                timeline = read_timeline(self.run_dir)
-                self._pages, self._version = RunPages(self.run_dir, self._metrics.read(timeline)), version
+                self._pages, self._version = RunPages(self.run_dir, self._metrics), version
             return self._pages
 
     def index(self) -> SamplesIndex:
