@@ -63,7 +63,7 @@ _EVENT_KEYS = ("t", "restart", "kind", "message", "step")
 _SAMPLE_FILE = re.compile(r"(?:(.+)-)?(\d{6,18})(?:\.\d+)?\.parquet")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class MetricsRecord:
     """The metrics of one step and kind, under flat names such as "actor/loss"; `t` is seconds since the epoch."""
 
