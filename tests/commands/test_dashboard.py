@@ -276,6 +276,26 @@ def test_what_a_step_adds_is_shown_and_changes_the_version(tmp_path: Path) -> No
         assert client.part("curves", run="run")["series"]["x"] == [1, 2, 3]
 
 
+def test_lines_that_cannot_be_read_are_counted_over_all_looks_and_samples_again_when_they_change(
+    tmp_path: Path,
+) -> None:
+    run = write_run(tmp_path / "run", num_steps=3)
+    whole = (run / "samples" / "000001.parquet").read_bytes()
+
+    def said(dashboard: Dashboard) -> str:
+        return " ".join(each["text"] for each in dashboard.answer("judged", ["run"], {})["sentences"])
+
+    with Dashboard(tmp_path) as dashboard:
+        assert "cannot be read" not in said(dashboard) and "is damaged" not in said(dashboard)
+        for number, lines in ((1, b"[1]\n\n"), (3, b"{}\n{\n")):
+            with (run / "metrics.jsonl").open("ab") as file:
+                file.write(lines)
+            assert f"{number} line{'s' * (number > 1)} of metrics.jsonl cannot be read" in said(dashboard)
+        for content in (whole[:-1], whole):
+            (run / "samples" / "000001.parquet").write_bytes(content)
+            assert ("samples/000001.parquet is damaged" in said(dashboard)) == (content != whole)
+
+
 def test_steps_that_a_resume_took_back_are_gone(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", 0) as run:
         for step in range(1, 5):

@@ -38,6 +38,10 @@ def test_it_shows_tokens_lengths_duplicates_and_overlap(tmp_path: Path, capsys: 
     assert any(line.startswith("warning: 1 of 1 validation prompts are trained on") for line in lines)
     assert "ground truth: '3'" in lines
     assert not any("11+22=" in line for line in lines if line.startswith("prompt")) or "row 2" not in " ".join(lines)
+    files = (f"data.train_files={train}", f"data.val_files={held_out}", "data.allow_overlap=true")
+    lines = checked(capsys, "grpo", *MODEL, *files)
+    (said,) = (line for line in lines if "validation prompts are trained on" in line)
+    assert said.startswith("as data.allow_overlap allows, 1 of 1 ") and said.endswith("does not measure generalisation")
 
 
 def test_what_supervised_training_masks_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

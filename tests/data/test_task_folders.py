@@ -1,5 +1,6 @@
 """Folders of tasks in Harbor's format, as rows."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -75,4 +76,17 @@ def test_files_that_are_missing_or_want_a_container_are_named(tmp_path: Path) ->
     for reason, said in zip(
         reasons, ("Dockerfile is a container", "test.sh is missing", "is empty", "No such file", "utf-8"), strict=True
     ):
+        assert said in reason
+
+
+def test_files_that_are_none_and_nested_tables_are_named(tmp_path: Path) -> None:
+    (make(tmp_path / "a") / "task.toml").unlink()
+    os.mkfifo(tmp_path / "a" / "task.toml")
+    (make(tmp_path / "b") / "instruction.md").unlink()
+    (tmp_path / "b" / "instruction.md").symlink_to("/dev/zero")
+    make(tmp_path / "c", "a = " + "[" * 50_000)
+    with pytest.raises(UserError) as raised:
+        load_rows(str(tmp_path), Columns(answer_required=False))
+    reasons = [line for line in str(raised.value).splitlines() if line.startswith(f"  {tmp_path}")]
+    for reason, said in zip(reasons, ("it is a FIFO", "it is a device", "recursion"), strict=True):
         assert said in reason

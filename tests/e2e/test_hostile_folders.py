@@ -13,8 +13,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+import distflow
 from distflow import cli
+from distflow.errors import UserError
 from distflow.observe.report.build import MOST_BYTES
 from distflow.untrusted_files import open_file
 from tests.e2e.hostile import assert_harmless
@@ -59,6 +63,13 @@ def one_message(capsys: pytest.CaptureFixture[str], status: int) -> str:
     return err
 
 
+def one_message_out(capsys: pytest.CaptureFixture[str]) -> str:
+    out, err = capsys.readouterr()
+    assert_harmless(out + err)
+    assert not err
+    return out
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("file", FILES)
 def test_files_that_are_none(run: Path, capsys: pytest.CaptureFixture[str], file: str, kind: str) -> None:
@@ -71,6 +82,40 @@ def test_files_that_are_none(run: Path, capsys: pytest.CaptureFixture[str], file
     said = one_message(capsys, status)
     assert (status == 2) == (file == "ledger.jsonl" or file.startswith("samples/") and kind != "sparse")
     assert status == 0 or str(run / file) in said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_run_that_cannot_be_read_hides_no_other(run: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    (run.parent / "whole").mkdir()
+    (run.parent / "whole" / "events.jsonl").write_bytes(line(kind="start", message="m"))
+    KINDS[kind](run / "metrics.jsonl")
+    assert look("list", "runs", run.parent) == 0
+    lines = sorted(capsys.readouterr().out.splitlines())
+    assert len(lines) == 2 and "no end yet" in lines[1]
+    assert kind == "sparse" or f"unreadable: '{run}/metrics.jsonl' cannot be read: " in lines[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_and_weights_that_are_no_files(
+    run: Path, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    pytest.importorskip("duckdb", reason="the extra `ui`")
+    other = shutil.copytree(sound, tmp_path / "other")
+    for folder in (run, other):
+        for name in (
+            "tokens/000001.safetensors",
+            "tokens/000001.1.safetensors",
+            "checkpoints/step-000001/actor.safetensors",
+        ):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            save_file({"x": torch.zeros(2)}, folder / name)
+    for name in ("tokens/000001.safetensors", "tokens/000001.1.safetensors"):
+        KINDS[kind](run / name)
+        assert look("sql", run, "select count(*) from tokens") == 0
+    KINDS[kind](run / "checkpoints" / "step-000001" / "actor.safetensors")
+    assert look("diff", run, other) == 0
+    said = "first difference: unknown: the weights of step-000001 cannot be compared: "
+    assert (said in one_message_out(capsys)) == (kind != "link out"), "this one leads to a file of the same run"
 
 
 @pytest.mark.parametrize("name", one_fast_in(3, JOURNALS))
@@ -107,6 +152,9 @@ def test_a_config_of_a_run_is_shown_or_left_out(run: Path, capsys: pytest.Captur
     one_message(capsys, 0)
     if kind in KINDS:
         assert "(config.yaml cannot be read: " in (run / "report.html").read_text()
+    if kind in (*KINDS, "aliases", "deep", "NUL"):
+        with pytest.raises(UserError, match="config.yaml' cannot be read: "):
+            assert distflow.load_run(run).config
 
 
 @pytest.mark.parametrize("kind", one_fast_in(3, YAML))

@@ -101,6 +101,33 @@ def test_a_truncated_file_is_said_and_hides_no_other(tmp_path: Path) -> None:
     assert len(read_samples(tmp_path, 1)) == 20 and read_damage(tmp_path) == []
 
 
+def test_a_file_that_stands_for_far_more_than_it_holds_is_read_in_part(tmp_path: Path) -> None:
+    path, number = tmp_path / "samples" / "000001.parquet", 4096
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * number, "int32"), pyarrow.array(["r" * 2**20]))
+    table = pyarrow.table({"response": texts})
+    path.parent.mkdir()
+    with parquet.ParquetWriter(path, table.schema, compression="zstd", store_schema=False) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata({"distflow_schema": "1"})
+    rows, said = read_sample_file(path, tmp_path)
+    assert path.stat().st_size < 2**20 and 0 < len(rows) < 200
+    assert said == f"samples/000001.parquet is too long: {number - len(rows):,} of its samples are missing here"
+
+
+def test_a_part_of_a_step_is_read_where_the_whole_is_too_long(tmp_path: Path) -> None:
+    path = write(tmp_path / "samples" / "000003.parquet", batch_of(512))
+    rows, said = read_sample_file(path, tmp_path, 600_000)
+    assert 50 < len(rows) < 200 and said.startswith("samples/000003.parquet is too long: ")
+
+
+def test_an_end_that_no_run_writes_is_damage(tmp_path: Path) -> None:
+    path = write(tmp_path / "samples" / "000001.parquet", [{"uid": "1-0"}])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-8] + (2**30).to_bytes(4, "little") + whole[-4:])
+    assert read_sample_file(path, tmp_path)[1].startswith("samples/000001.parquet is damaged")
+    assert read_damage(tmp_path) == ["samples/000001.parquet is damaged: its samples are missing here"]
+
+
 def test_a_changed_byte_is_no_other_error(tmp_path: Path) -> None:
     file = write(tmp_path / "samples" / "000001.parquet", [{"uid": f"1-{i}", "response": "r" * i} for i in range(20)])
     whole = file.read_bytes()

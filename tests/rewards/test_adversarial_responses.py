@@ -50,6 +50,12 @@ def test_a_reward_that_pays_for_no_work_is_found(kind: str, tmp_path: Path) -> N
     assert all(line.startswith("rows:") and "got 1" in line for line in lines)
 
 
+def test_a_reward_that_pays_for_what_a_pattern_finds_is_found(tmp_path: Path) -> None:
+    body = "return len(re.findall(r'Step \\d', solution_str)) / 3"
+    (line,) = found_in(f"import re\ndef compute_score(solution_str, ground_truth):\n    {body}\n", tmp_path, ROWS[:1])
+    assert "text of the reward's source" in line and "Step 1 Step 1" in line
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["math.reward:compute_result", "text_rewards:exact_match"])
 def test_a_built_in_pays_for_no_such_response(name: str) -> None:

@@ -66,7 +66,7 @@ CASES = [
     (
         "length_constraints:number_paragraphs",
         {"num_paragraphs": 2},
-        ["a\n***\nb", "x *** y", "Here is one whole paragraph of text.\n***\n."],
+        ["a\n***\nb", "x *** y", "Here is one whole paragraph of text.\n***\n.", "Here is some text of mine.\n***\nok"],
         ["The first part is about rivers.\n\n***\n\nThe second part is about lakes."],
     ),
     (
@@ -81,7 +81,7 @@ CASES = [
     (
         "length_constraints:nth_paragraph_first_word",
         {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "president"},
-        ["a\n\npresident", "x\n\npresident president", ".\n\npresident."],
+        ["a\n\npresident", "x\n\npresident president", ".\n\npresident.", "Some text is here today.\n\npresident 1"],
         ["Every country has somebody who represents it.\n\nPresident is one title among many."],
     ),
     (
@@ -105,7 +105,7 @@ CASES = [
     (
         "detectable_format:constrained_response",
         {},
-        ["My answer is no.My answer is no.My answer is no."],
+        ["My answer is no.My answer is no.My answer is no.", "My answer is yes. My answer is no. My answer is maybe."],
         ["My answer is yes.", "My answer is maybe.", "It depends. My answer is no."],
     ),
     (
@@ -123,7 +123,7 @@ CASES = [
     (
         "detectable_format:json_format",
         {},
-        ["{}", "[]", "3", "null", '""', '{"a": 1}', "[[[[]]]]", "[1, 2, 3, 4, 5, 6, 7]"],
+        ["{}", "[]", "3", '"some words are here now"', "null", '""', '{"a": 1}', "[[[[]]]]", "[1, 2, 3, 4, 5, 6, 7]"],
         ['{"name": "Ann", "age": 5, "city": "Rome"}', '```json\n["rivers", "lakes", "oceans"]\n```'],
     ),
     (
@@ -135,13 +135,13 @@ CASES = [
     (
         "combination:two_responses",
         {},
-        ["a\n******\nb", "a******b", "Here is a first response of mine.\n******\n."],
+        ["a\n******\nb", "a******b", "Here is a first response.\n******\n.", "Here is a first response.\n******\n1"],
         ["You should take the train tomorrow.\n******\nWhy not go there by bicycle?"],
     ),
     (
         "combination:repeat_prompt",
         {"prompt_to_repeat": PROMPT},
-        [PROMPT, f"{PROMPT} a", f"{PROMPT} yes", PROMPT * 5],
+        [PROMPT, f"{PROMPT} a", f"{PROMPT} yes", PROMPT * 5, f"{PROMPT}\n\n{PROMPT[:-1]}"],
         [f"{PROMPT}\n\nYes, it studies how projectiles move."],
     ),
     (

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from yaml import YAMLError
+
 from distflow.errors import UserError, count_of
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import JSON, read_object
@@ -94,13 +96,16 @@ class Run:
     @property
     def config(self) -> dict[str, JSON]:
         """The whole config, defaults included, as nested dicts; `distflow.train` accepts it with changed keys."""
-        text = read_file(self.folder / "config.yaml", self.folder, MAX_YAML_BYTES)
-        return cast(dict[str, JSON], load_yaml(text))
+        file = self.folder / "config.yaml"
+        try:
+            return cast(dict[str, JSON], load_yaml(read_file(file, self.folder, MAX_YAML_BYTES)))
+        except (OSError, ValueError, RecursionError, YAMLError) as error:
+            raise UserError(f"'{file}' cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
     @property
     def facts(self) -> dict[str, JSON]:
         """What the run was started with: versions, model, data, machine."""
-        return read_object(self.folder / "run.json")
+        return read_object(self.folder / "run.json", self.folder)
 
     def metrics(self, kind: str | None = None) -> Table:
         """A row for each step and kind ("train", "val"), with `step`, `kind`, `t` (seconds since the epoch) and the

@@ -134,7 +134,11 @@ def run_data(arguments: argparse.Namespace) -> int:
             for line in (*_lengths(found), *_duplicates(found), *_shown(found, arguments.rows, data.tokenizer)):
                 say(f"  {line}")
         overlap = data.overlap()
-    say(f"\n{'warning: ' + overlap if overlap else 'no validation prompt is trained on'}" if data.validation else "")
+    if overlap and loaded.config.data.allow_overlap:
+        overlap = f"as data.allow_overlap allows, {overlap.rpartition(' (')[0]}"
+    elif overlap:
+        overlap = f"warning: {overlap}"
+    say(f"\n{overlap or 'no validation prompt is trained on'}" if data.validation else "")
     return 0
 
 

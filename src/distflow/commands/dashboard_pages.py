@@ -37,7 +37,7 @@ from distflow.observe.report.summary_sentences import (
     known_values,
     status,
 )
-from distflow.observe.run_reader import GrowingMetrics, flat_config, read_events, read_timeline
+from distflow.observe.run_reader import GrowingMetrics, flat_config, read_events
 from distflow.observe.writing.run_folder import MARK, WRITER, writer_of
 from distflow.untrusted_files import read_file
 
@@ -79,8 +79,7 @@ class OpenRun:
         with self._lock:
             version = self.version
             if self._pages is None or version != self._version:
-                timeline = read_timeline(self.run_dir)
-                self._pages, self._version = RunPages(self.run_dir, self._metrics.read(timeline)), version
+                self._pages, self._version = RunPages(self.run_dir, self._metrics), version
             return self._pages
 
     def index(self) -> SamplesIndex:

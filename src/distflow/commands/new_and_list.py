@@ -93,15 +93,16 @@ def _runs(folder: Path) -> Iterator[tuple[str, str]]:
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: name the folder that contains the runs")
     found = {
-        path.parent: path.stat().st_mtime for path in folder.glob("**/events.jsonl") if "earlier" not in path.parts
+        path.parent: path.lstat().st_mtime for path in folder.glob("**/events.jsonl") if "earlier" not in path.parts
     }
     for run, written in sorted(found.items(), key=lambda each: -each[1]):
-        records = read_metrics(run)
-        before, after = accuracies(records)
-        accuracy = f", accuracy {'' if before is None else f'{before:.2f} → '}{after:.2f}" if after is not None else ""
-        step = max((record.step for record in records), default=0)
+        try:
+            records = read_metrics(run)
+            before, after = accuracies(records)
+            step, word = max((record.step for record in records), default=0), status(read_events(run))["word"]
+            first = "" if before is None else f"{before:.2f} → "
+            said = f"{word}, step {step}" + (f", accuracy {first}{after:.2f}" if after is not None else "")
+        except UserError as error:  # of one run, which should not hide the others
+            said = escape_control(f"unreadable: {error}", one_line=True)
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
-        yield (
-            escape_control(str(run), one_line=True),
-            f"{when}  {status(read_events(run))['word']}, step {step}{accuracy}",
-        )
+        yield escape_control(str(run), one_line=True), f"{when}  {said}"

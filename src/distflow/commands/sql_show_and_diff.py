@@ -321,16 +321,20 @@ def _token(a: "RunRecords", b: "RunRecords", step: int, uid: str) -> str:
 
 
 def _first_tensor(a: Path, b: Path) -> str:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     folders = ({path.name for path in (run / "checkpoints").glob("step-*")} for run in (a, b))
     for name in sorted(set.intersection(*folders)):
-        files = [check_file(run / "checkpoints" / name / "actor.safetensors", run) for run in (a, b)]
-        with safe_open(files[0], "pt") as first, safe_open(files[1], "pt") as second:
-            shared = {*second.keys()}
-            for key in (key for key in first.keys() if key in shared):  # noqa: SIM118  no mapping
-                if not first.get_tensor(key).equal(second.get_tensor(key)):
-                    return f"{name}: the tensor {key} differs"
+        files = [run / "checkpoints" / name / "actor.safetensors" for run in (a, b)]
+        try:
+            paths = [check_file(file, run) for file, run in zip(files, (a, b), strict=True)]
+            with safe_open(paths[0], "pt") as first, safe_open(paths[1], "pt") as second:
+                shared = {*second.keys()}
+                for key in (key for key in first.keys() if key in shared):  # noqa: SIM118  no mapping
+                    if not first.get_tensor(key).equal(second.get_tensor(key)):
+                        return f"{name}: the tensor {key} differs"
+        except (OSError, SafetensorError) as error:
+            return f"unknown: the weights of {name} cannot be compared: {getattr(error, 'strerror', None) or error}"
     return ""
 
 

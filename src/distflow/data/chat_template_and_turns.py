@@ -26,6 +26,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from distflow.data.messages import ASSISTANT, Messages, RowError
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
+from distflow.untrusted_files import read_file
 
 RENDERS_WITHIN_S = 10.0
 """Timeout for each prompt; it usually takes a millisecond."""
@@ -66,9 +67,10 @@ def render_all(rows: Sequence[Any], render: Callable[[Any], JSON], tokenizer: Pr
         warnings.simplefilter("ignore", DeprecationWarning)  # warns about other threads, which the fork does not need
         process.start()
     theirs.close()
+    template = template_of(tokenizer)
     try:
         for number in range(1, len(rows) + 1):
-            kind, value = _next(ours, f"{template_of(tokenizer)} cannot be rendered (row {number} of {len(rows)})")
+            kind, value = _next(ours, f"{template} cannot be rendered (row {number} of {len(rows)})")
             yield Refused(value) if kind == "refused" else value
     finally:
         process.kill()
@@ -80,7 +82,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """The chat template in words, with its file."""
     folder = Path(str(tokenizer.name_or_path))
     for name in TEMPLATE_FILES:
-        if (folder / name).is_file() and "chat_template" in name + (folder / name).read_text("utf-8", "replace"):
+        if (folder / name).is_file() and b"chat_template" in name.encode() + read_file(folder / name):
             return f"the chat template of '{folder / name}'"
     return f"the chat template of the tokenizer '{tokenizer.name_or_path}'"
 

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from distflow.data.dataset_columns import Record
+from distflow.untrusted_files import MAX_SOURCE_BYTES, read_file
 
 HARBOR = "harbor"
 """The column with the `folder` of the task."""
@@ -61,15 +62,15 @@ def read_task_folders(folder: Path) -> Iterator[Record]:
     for file in sorted(folder.absolute().glob("*/task.toml")):
         try:
             task = read_task_folder(file.parent)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             yield Record(str(file.parent), bad=" ".join(str(error).split()))
         else:
             yield Record(str(file.parent), {"prompt": task.instruction, HARBOR: {"folder": str(file.parent)}})
 
 
 def read_task_folder(folder: Path) -> Task:
-    """Read a task. Raises ValueError or OSError if it cannot be run."""
-    config = tomllib.loads((folder / "task.toml").read_text("utf-8"))
+    """Read a task. Raises ValueError, OSError or RecursionError if it cannot be run."""
+    config = tomllib.loads(_text(folder, "task.toml"))
     tables = {name: config.get(name, {}) for name in ("environment", "agent", "verifier")}
     if wrong := [name for name, table in tables.items() if not isinstance(table, dict)]:
         raise ValueError(f"task.toml: {wrong[0]} is no table")
@@ -88,7 +89,7 @@ def read_task_folder(folder: Path) -> Task:
         )
     if any(table.get("network_mode", "no-network") != "no-network" for table in tables.values()):
         raise ValueError("task.toml: network_mode: the task wants a network")
-    instruction = (folder / "instruction.md").read_text("utf-8").strip()
+    instruction = _text(folder, "instruction.md").strip()
     if not instruction or not (folder / "tests" / "test.sh").is_file():
         raise ValueError("instruction.md is empty" if not instruction else "tests/test.sh is missing")
     memory = environment.get("memory_mb")
@@ -105,6 +106,10 @@ def read_task_folder(folder: Path) -> Task:
         _seconds(verifier, "verifier"),
         memory,
     )
+
+
+def _text(folder: Path, name: str) -> str:
+    return read_file(folder / name, folder, MAX_SOURCE_BYTES).decode()
 
 
 def _workdir(found: object) -> str:

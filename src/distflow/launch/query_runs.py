@@ -8,29 +8,33 @@ cannot be patterns. Everything else comes from the readers that the report uses.
 import re
 import tempfile
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from distflow.errors import UserError
 from distflow.observe import run_reader
-from distflow.observe.crash_safe_files import read_object
+from distflow.observe.crash_safe_files import bytes_left_out, read_object
 from distflow.observe.report.doctor import examine, read_charges, records_of
 from distflow.observe.report.summary_sentences import PROBLEM_KINDS
 from distflow.observe.sample_files import COLUMNS, is_torn, write_sample_file
 
 if TYPE_CHECKING:
     import duckdb
+    import pyarrow
 
     from distflow.data.batch import Batch
 
 Row = tuple[object, ...]
 
 MAX_ROWS, MAX_S = 10_000, 5.0
-_MAX_MEMORY = "2GB"
+_MAX_MEMORY = "700MB"
 _TOKENS_FILE = re.compile(r"(\d{6,18})(?:\.\d+)?\.safetensors")
 _TOKEN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "versions")
 
@@ -87,7 +91,7 @@ def query_runs(run_dirs: Sequence[Path], query: str, max_rows: int = MAX_ROWS, m
             _check_statement(connection, query)
             connection.execute(f"set memory_limit='{_MAX_MEMORY}'")
             named = [name for name in VIEWS if re.search(rf"\b{name}\b", query, re.IGNORECASE)]
-            damage = [s for name in named for s in _add_view(connection, name, _named(run_dirs), Path(folder))]
+            damage = [s for name in named for s in _add_view(connection, name, _named(run_dirs), Path(folder), max_s)]
             _allow(connection, Path(folder))
             for setting in ("temp_directory=''", "enable_external_access=false"):
                 connection.execute(f"set {setting}")
@@ -108,15 +112,21 @@ def _check_statement(connection: "duckdb.DuckDBPyConnection", query: str) -> Non
         raise UserError(f"write one SELECT statement: this is {found}; nothing was run")
 
 
-def _ask(connection: "duckdb.DuckDBPyConnection", query: str, max_rows: int, max_s: float) -> Answer:
+@contextmanager
+def _limited(connection: "duckdb.DuckDBPyConnection", max_s: float) -> Iterator[None]:
     timer = threading.Timer(max_s, connection.interrupt)
     timer.daemon = True
     timer.start()
     try:
-        cursor = connection.execute(query)
-        rows = cursor.fetchmany(max_rows + 1)
+        yield
     finally:
         timer.cancel()
+
+
+def _ask(connection: "duckdb.DuckDBPyConnection", query: str, max_rows: int, max_s: float) -> Answer:
+    with _limited(connection, max_s):
+        cursor = connection.execute(query)
+        rows = cursor.fetchmany(max_rows + 1)
     return Answer([column[0] for column in cursor.description or ()], rows[:max_rows], len(rows) > max_rows)
 
 
@@ -133,16 +143,34 @@ def _named(run_dirs: Sequence[Path]) -> dict[str, Path]:
     return {name if names.count(name) == 1 else str(path): path for name, path in zip(names, run_dirs, strict=True)}
 
 
-def _add_view(connection: "duckdb.DuckDBPyConnection", name: str, runs: Mapping[str, Path], folder: Path) -> list[str]:
-    """Returns a sentence for each damaged file."""
+def _add_view(
+    connection: "duckdb.DuckDBPyConnection", name: str, runs: Mapping[str, Path], folder: Path, max_s: float
+) -> list[str]:
+    """Returns a sentence for each file that is damaged or too long."""
     if name == "samples":
-        return _add_samples(connection, runs, folder)
+        return _add_samples(connection, runs, folder, max_s)
+    if name == "metrics":
+        _add_metrics(connection, runs)
+        return []
     columns = VIEWS[name].split(", ")
     _fill(connection, name, columns, [(run, *row) for run, path in runs.items() for row in _ROWS[name](path)])
-    return []
+    return [said for path in runs.values() for said in _cut_spans(path)] if name == "spans" else []
+
+
+def _cut_spans(run_dir: Path) -> Iterator[str]:
+    paths, each = run_reader.span_files(run_dir, run_reader.MAX_BYTES)
+    for path in paths:
+        if number := bytes_left_out(path, each):
+            yield f"{path} is too long: its first {number:,} bytes are missing here"
 
 
 def _fill(connection: "duckdb.DuckDBPyConnection", name: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
+    connection.register("arriving", _table(columns, rows))
+    connection.execute(f"create table {name} as select * from arriving")
+    connection.unregister("arriving")
+
+
+def _table(columns: Sequence[str], rows: Sequence[Row]) -> "pyarrow.Table":
     import pyarrow
 
     kinds = {"VARCHAR": pyarrow.string(), "BIGINT": pyarrow.int64(), "DOUBLE": pyarrow.float64()}
@@ -153,9 +181,7 @@ def _fill(connection: "duckdb.DuckDBPyConnection", name: str, columns: Sequence[
         pyarrow.array(map(_plain, column) if kind == texts else column, kind)
         for column, (_, kind) in zip(values, schema, strict=True)
     ]
-    connection.register("arriving", pyarrow.table(arrays, schema=pyarrow.schema(schema)))
-    connection.execute(f"create table {name} as select * from arriving")
-    connection.unregister("arriving")
+    return pyarrow.table(arrays, schema=pyarrow.schema(schema))
 
 
 def _plain(value: object) -> object:
@@ -163,8 +189,33 @@ def _plain(value: object) -> object:
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
-def _add_samples(connection: "duckdb.DuckDBPyConnection", runs: Mapping[str, Path], folder: Path) -> list[str]:
-    """Returns a sentence for each damaged file, which is left out."""
+def _add_metrics(connection: "duckdb.DuckDBPyConnection", runs: Mapping[str, Path]) -> None:
+    """By column: a row for each value of a long run would take most of the time."""
+    import pyarrow
+
+    numbers, keys, values, sizes = dict[str, int](), array("i"), array("d"), array("q")
+    records: list[Row] = []
+    for run, path in runs.items():
+        for record in run_reader.read_metrics(path, max_bytes=None):
+            keys.extend(numbers.setdefault(name, len(numbers)) for name in record.values)
+            values.extend(record.values.values())
+            sizes.append(len(record.values))
+            records.append((run, record.step, record.kind, record.t, record.restart))
+    names = pyarrow.array(map(_plain, numbers), pyarrow.string())
+    key = pyarrow.DictionaryArray.from_arrays(np.array(keys, np.int32), names)
+    table = _table(["run VARCHAR", "step BIGINT", "kind VARCHAR", "t DOUBLE", "restart BIGINT"], records)
+    table = table.take(np.repeat(np.arange(len(sizes)), sizes))
+    table = table.append_column("key", key).append_column("value", pyarrow.array(np.array(values)))
+    connection.register("arriving", table)
+    connection.execute(f"create table metrics ({VIEWS['metrics']})")
+    connection.execute("insert into metrics select run, step, kind, key, value, t, restart from arriving")
+    connection.unregister("arriving")
+
+
+def _add_samples(
+    connection: "duckdb.DuckDBPyConnection", runs: Mapping[str, Path], folder: Path, max_s: float
+) -> list[str]:
+    """Returns a sentence for each damaged file, which is left out. max_s: to read what the files describe."""
     files: list[Row] = []
     damage = []
     write_sample_file(folder / "none.parquet", (), 0, "")  # the pattern must match a file, and a column be somewhere
@@ -182,14 +233,9 @@ def _add_samples(connection: "duckdb.DuckDBPyConnection", runs: Mapping[str, Pat
     _fill(connection, "files", columns, files)
     kinds = {"text": "varchar", "number": "double", "whole": "bigint", "json": "json"}
     listed = [f"try_cast(r.{name} as {kinds[kind]}) as {name}" for name, (kind, _) in COLUMNS.items()]
-    connection.execute(_SAMPLES.format(folder=folder, columns=", ".join(listed[2:])))
+    with _limited(connection, max_s):
+        connection.execute(_SAMPLES.format(folder=folder, columns=", ".join(listed[2:])))
     return damage
-
-
-def _metrics(run_dir: Path) -> Iterator[Row]:
-    for record in run_reader.read_metrics(run_dir, max_bytes=None):
-        for key, value in record.values.items():
-            yield record.step, record.kind, key, value, record.t, record.restart
 
 
 def _tokens(run_dir: Path) -> Iterator[Row]:
@@ -291,7 +337,6 @@ def _config(run_dir: Path) -> Iterator[Row]:
 
 
 _ROWS: Mapping[str, Callable[[Path], Iterable[Row]]] = {
-    "metrics": _metrics,
     "tokens": _tokens,
     "spans": _spans,
     "invoice": read_charges,

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import islice
 from math import hypot
 from pathlib import Path
@@ -62,7 +63,7 @@ _EVENT_KEYS = ("t", "restart", "kind", "message", "step")
 _SAMPLE_FILE = re.compile(r"(?:(.+)-)?(\d{6,18})(?:\.\d+)?\.parquet")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class MetricsRecord:
     """The metrics of one step and kind, under flat names such as "actor/loss"; `t` is seconds since the epoch."""
 
@@ -186,10 +187,16 @@ def _changed(group: Group, record: Mapping[str, Any], state: str, t: float | Non
     return group._replace(state=state)
 
 
-def read_spans(run_dir: Path, max_bytes: int = 3_000_000) -> dict[str, list[Span]]:
-    """The last spans of each actor, as many as its file's end holds."""
+def span_files(run_dir: Path, max_bytes: int) -> tuple[list[Path], int]:
+    """The files of spans, and how much of the end of each is read: at most `max_bytes`, and `MAX_BYTES` of all."""
     paths = sorted((run_dir / "spans").glob("*.jsonl"))[:_MAX_SPAN_FILES]
-    spans = {path.stem: list(filter(None, map(_span, read_records(path, max_bytes, run_dir)[0]))) for path in paths}
+    return paths, min(max_bytes, MAX_BYTES // max(len(paths), 1))
+
+
+def read_spans(run_dir: Path, max_bytes: int = 3_000_000) -> dict[str, list[Span]]:
+    """The last spans of each actor, as many as its file's end holds; see `span_files`."""
+    paths, each = span_files(run_dir, max_bytes)
+    spans = {path.stem: list(filter(None, map(_span, iter_records(path, each, run_dir)))) for path in paths}
     return {actor: found for actor, found in spans.items() if found}
 
 
@@ -217,35 +224,54 @@ def read_timeline(run_dir: Path, max_bytes: int | None = MAX_BYTES) -> Timeline:
     return Timeline(kept_until)
 
 
-def read_damage(run_dir: Path) -> list[str]:
+@dataclass
+class MetricsDamage:
+    """num_lines: that cannot be read. names: of metrics, up to a few more than are kept."""
+
+    num_lines: int = 0
+    names: set[str] = field(default_factory=set)
+
+    def add(self, record: MetricsRecord | None) -> None:
+        if record is None:
+            self.num_lines += 1
+        elif len(self.names) <= _MAX_NAMES:
+            self.names.update(record.values)
+
+
+def read_damage(run_dir: Path, metrics: MetricsDamage | None = None) -> list[str]:
     """A sentence for each file of metrics or events with unreadable lines, which readers skip, for damaged files of
-    samples, and for files that are too large to read whole."""
-    lost, names = {"metrics.jsonl": 0, "events.jsonl": 0}, set[str]()
-    for record in iter_records(run_dir / "metrics.jsonl", MAX_BYTES, run_dir):
-        metrics = None if record is None else _metrics_record(record)
-        lost["metrics.jsonl"] += metrics is None
-        names.update(metrics.values if metrics is not None and len(names) <= _MAX_NAMES else ())
+    samples, and for files that are too large to read whole. metrics: of these, if they were read before."""
+    if metrics is None:
+        metrics = MetricsDamage()
+        for record in iter_records(run_dir / "metrics.jsonl", MAX_BYTES, run_dir):
+            metrics.add(None if record is None else _metrics_record(record))
+    lost = {"metrics.jsonl": metrics.num_lines}
     lost["events.jsonl"] = read_records(run_dir / "events.jsonl", MAX_BYTES, run_dir)[1]
     found = [
         f"{count_of(number, 'line')} of {name} cannot be read: their content is missing here"
         for name, number in lost.items()
         if number
     ]
-    if len(names) > _MAX_NAMES:
+    if len(metrics.names) > _MAX_NAMES:
         found.append(f"metrics.jsonl names more than {_MAX_NAMES:,} metrics: the others are missing here")
     for name in lost:
         if number := bytes_left_out(run_dir / name, MAX_BYTES):
             found.append(f"{name} is too long: its first {number:,} bytes are missing here")
     for file, _, _ in sample_files(run_dir):
-        if is_torn(file, run_dir):
-            found.append(f"{SAMPLES}/{file.name} is damaged: its samples are missing here")
-        elif file.stat().st_size > MAX_SAMPLE_BYTES // _ZIPPED and (
-            said := read_sample_file(file, run_dir, MAX_SAMPLE_BYTES)[1]
-        ):
-            found.append(said)
+        stamp = file.lstat()
+        found += filter(None, [_damage_of_samples(file, run_dir, (stamp.st_size, stamp.st_mtime_ns))])
         if len(found) >= _MAX_REMARKS:
             break
     return found
+
+
+@lru_cache(maxsize=2**14)
+def _damage_of_samples(file: Path, run_dir: Path, stamp: tuple[int, int]) -> str:
+    """stamp: changes with the file, which takes long to read."""
+    if is_torn(file, run_dir):
+        return f"{SAMPLES}/{file.name} is damaged: its samples are missing here"
+    is_large = file.stat().st_size > MAX_SAMPLE_BYTES // _ZIPPED
+    return read_sample_file(file, run_dir, MAX_SAMPLE_BYTES)[1] if is_large else ""
 
 
 def read_metrics(
@@ -285,6 +311,7 @@ class GrowingMetrics:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._known, self._end, self._file = run_dir, list[MetricsRecord](), 0, (0, 0)
+        self.damage = MetricsDamage()
 
     def read(self, timeline: Timeline) -> list[MetricsRecord]:
         """As `read_metrics`."""
@@ -293,7 +320,7 @@ class GrowingMetrics:
             with open_file(path, self._run_dir) as file:
                 found = os.fstat(file.fileno())
                 if (found.st_dev, found.st_ino) != self._file or found.st_size < self._end:  # another file
-                    self._known, self._file = [], (found.st_dev, found.st_ino)
+                    self._known, self._file, self.damage = [], (found.st_dev, found.st_ino), MetricsDamage()
                     self._end = max(found.st_size - MAX_BYTES, 0)
                 file.seek(self._end)
                 added = file.read(MAX_BYTES)
@@ -303,8 +330,10 @@ class GrowingMetrics:
             raise unreadable(path, error) from error
         whole = added.rfind(b"\n") + 1
         self._end += whole
-        lines = map(parse_object, io.BytesIO(added[:whole]))
-        self._known += [record for each in lines if each and (record := _metrics_record(each))]
+        for each in (parse_object(line) for line in io.BytesIO(added[:whole]) if line.strip()):
+            record = None if each is None else _metrics_record(each)
+            self.damage.add(record)
+            self._known += [] if record is None else [record]
         return _surviving(self._known, timeline)
 
 
@@ -387,7 +416,9 @@ def _are_plain(values: Mapping[str, Any]) -> bool:
     return {*map(type, numbers)} == {float} and hypot(*numbers) < MAX_NUMBER and max(map(len, values)) <= _MAX_NAME
 
 
-def _span(record: dict[str, JSON]) -> Span | None:
+def _span(record: dict[str, JSON] | None) -> Span | None:
+    if record is None:
+        return None
     start, end = to_number(record.get("t0")), to_number(record.get("t1"))
     if start is None or end is None or not 0 <= start <= end <= _LATEST_TIME:
         return None

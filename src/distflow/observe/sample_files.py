@@ -82,6 +82,7 @@ _MAGIC: Final = b"PAR1"
 _VERSION_KEY: Final = b"distflow_schema"
 _GROUP_CHARACTERS: Final = 4 * 2**20
 _ROW_BYTES, _VALUE_BYTES, _MAX_BATCH, _MAX_WHOLE = 500, 100, 1024, 2**63
+_MOST_ZIPPED, _LEAST_LIMIT, _LEAST_GROUP, _MOST_FOOTER = 64, 64 * 2**20, 2**18, 8 * 2**20
 _MAX_WAITING: Final = 400 * 2**20
 _DROPPED_EVERY_S, _SHARE_OF_TIME = 5.0, 0.01
 _CLOSE_S: Final = 60.0
@@ -287,8 +288,8 @@ class SampleWriter:
 def read_sample_file(path: Path, folder: Path, max_bytes: int | None = None) -> tuple[list[Row], str]:
     """The rows of a file, and a sentence on what is missing of it ("" if nothing); no rows if there is no file.
 
-    max_bytes: about the memory that they may take. Raises UserError if the file is of a newer version, not readable, or
-    not in `folder`.
+    max_bytes: about the memory that they may take; None for all that a run may have put into a file of this size.
+    Raises UserError if the file is of a newer version, not readable, or not in `folder`.
     """
     import pyarrow
 
@@ -310,14 +311,20 @@ def read_sample_file(path: Path, folder: Path, max_bytes: int | None = None) -> 
 
 
 def is_torn(path: Path, folder: Path) -> bool:
-    """Whether its beginning or its end is not there. Raises UserError as `read_sample_file` does."""
+    """Whether its beginning or its end is not there, or no run wrote such an end. Raises UserError as
+    `read_sample_file` does."""
     try:
         with open_file(path, folder) as file:
-            first = file.read(4)
-            file.seek(-min(4, file.seek(0, 2)), 2)
-            return first != _MAGIC or file.read() != _MAGIC
+            return file.read(4) != _MAGIC or not _has_footer(file)
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+def _has_footer(file: BinaryIO) -> bool:
+    """Whether it ends as a Parquet file, with a description of its parts that takes little memory."""
+    file.seek(-min(8, file.seek(0, 2)), 2)
+    end = file.read()
+    return end[4:] == _MAGIC and int.from_bytes(end[:4], "little") <= _MOST_FOOTER
 
 
 def _read(opened: BinaryIO, path: Path, max_bytes: int | None) -> tuple[list[Row], int]:
@@ -327,24 +334,28 @@ def _read(opened: BinaryIO, path: Path, max_bytes: int | None) -> tuple[list[Row
     types = {name: str(kind) for name, kind in zip(file.schema_arrow.names, file.schema_arrow.types, strict=True)}
     names = [name for name, (kind, _) in COLUMNS.items() if types.get(name) == str(_arrow_type(kind))]
     rows: list[Row] = []
+    limit = max_bytes or _LEAST_LIMIT + _MOST_ZIPPED * opened.seek(0, 2)
     used = 0
     for group in range(metadata.num_row_groups):
-        size = max(metadata.row_group(group).total_byte_size, 1)
-        if max_bytes is not None and used + size > max_bytes:
+        size = max(metadata.row_group(group).total_byte_size, _LEAST_GROUP)  # to read many small ones takes long
+        if used + size > limit and (used or size > 4 * limit):
             break
-        batch_size = _MAX_BATCH if max_bytes is None else max(min(4 * max_bytes // size, _MAX_BATCH), 1)
+        start, batch_size = used, max(min(2 * _LEAST_LIMIT // size, _MAX_BATCH), 1)
         for batch in file.iter_batches(batch_size, row_groups=[group], columns=names, use_threads=False):
             for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                 used += _cost(names, values)
-                if max_bytes is not None and used > max_bytes:
+                if used > limit:
                     return rows, metadata.num_rows
                 rows.append(_as_row(names, values))
+        used = max(used, start + _LEAST_GROUP)
     return rows, metadata.num_rows
 
 
 def _checked(opened: BinaryIO, path: Path) -> "pyarrow.parquet.ParquetFile":
     import pyarrow.parquet
 
+    if not _has_footer(opened):
+        raise ValueError("its end is missing, or no run's")
     file = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True)
     version = (file.metadata.metadata or {}).get(_VERSION_KEY)
     if version is None:

@@ -33,6 +33,7 @@ NUM_ROWS = 20
 PROBE = "(probe)"
 ASK_MODELS = ("judge", "model", "verifiers")
 _CHANCE = 0.1  # share of the rows
+_REPEATS, _SHORT = 50, 40
 _LARGE = 2**18  # characters of a row's extra info, from which one response of each kind is tried
 
 _VALUES = ("0", "1", "True", "False", "None", "[]", "{}", "A")
@@ -69,7 +70,9 @@ def cheap_responses(row: Row, texts: Sequence[str] = ()) -> Iterator[tuple[str, 
     said += [("echo of the prompt", form.format(row.prompt)) for form in forms]
     said += [("value of any type", form.format(value)) for value in (*_VALUES, *_NO_NUMBERS) for form in forms]
     said += [("form without content", text) for text in (*_SKELETONS, *(form.format("") for form in forms))]
-    said += [("text of the reward's source", text) for text in (*texts, "\n".join(texts))]
+    plain = list(dict.fromkeys([*texts, *map(_matching, texts)]))
+    repeated = [" ".join([text] * _REPEATS) for text in plain if len(text) < _SHORT]
+    said += [("text of the reward's source", text) for text in (*plain, "\n".join(plain), *repeated)]
     answer = reply_of(row.ground_truth)
     yield from (each for each in said if each[1] and not (answer is not None and _says(each[1], answer)))
 
@@ -94,6 +97,13 @@ def _says(text: str, answer: str) -> bool:
     if numbers and _NUMBER.fullmatch(plain):
         return float(numbers[-1]) == float(plain)
     return bare_answer(text).casefold().strip("().") == answer.casefold().strip("().")
+
+
+def _matching(pattern: str) -> str:
+    """A text that a simple regular expression matches; any other text nearly unchanged."""
+    for escape, text in ((r"\\d", "1"), (r"\\s", " "), (r"\\w", "a"), (r"\\b|[\^$?+*()\\]", "")):
+        pattern = re.sub(escape, text, pattern)
+    return pattern
 
 
 def _tagged(texts: Sequence[str]) -> list[str]:

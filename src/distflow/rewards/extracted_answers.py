@@ -11,11 +11,11 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _UNBRACED_BOX = re.compile(r"[^\s${}\\]+")
 _BETWEEN_BOXES = re.compile(
-    r"(?:[\s$.,;:()&/|~*]|\\[()\[\],;!]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b)*", re.IGNORECASE
+    r"(?:[\s$.,;:()&/|~*]|\\[()\[\],;!\\]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b)*", re.IGNORECASE
 )
 _PHRASE = re.compile(
-    r"(?:(?<!/)\b(?:answer|correct (?:option|choice))\b[^\n.:=]{0,60}?(?:\bis\b|[:=])|答案[是为：:]|<answer>)"
-    r"(?:\*\*|[\s:])*", re.IGNORECASE
+    r"(?:(?<!/)\b(?:answer|correct (?:option|choice))\b[^\n.:=]{0,60}?(?:\bis\b|[:=])|\banswers are\b|答案[是为：:]"
+    r"|<answer>)(?:\*\*|[\s:])*", re.IGNORECASE
 )  # fmt: skip
 _SENTENCE_END = re.compile(r"[.!?]\s+(?=[A-Z])")
 _FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\[((?:[^\\]|\\[^\[\]])+)\\\]|\\\(((?:[^\\]|\\[^()])+)\\\)")
@@ -29,7 +29,7 @@ _JOINED = re.compile(r"\s*(?:[,;]\s*)?(?:and|or|to|through)\s*|\s*[,;]\s*|[^\S\n
 _OR = re.compile(r"\s*(?:,\s*)?or\s*")
 _DENIAL = (
     r"(?:\bnot|n['’]t|\bnever|\bneither|\bnor|\binstead of|\brather than|\b(?:anything|nothing) but|\bother than"
-    r"|\bnowhere near|!=|≠)(?:\s+(?:equal to|exactly|just|really|simply))?"
+    r"|\bnowhere near|!=|≠)(?:\s+(?:be|equal to|exactly|just|really|simply))*"
 )
 _COMPARISON = (
     r"\b(?:(?:less|more|fewer|greater|larger|smaller|higher|lower) than|at (?:least|most)|up to|over|under|above|below"

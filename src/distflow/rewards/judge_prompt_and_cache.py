@@ -24,7 +24,7 @@ SCHEMA = {
     "required": _NAMES,
     "additionalProperties": False,
 }
-_OPENING = re.compile("[<\uff1c\ufe64]")  # the start of a tag, also in other widths
+_OPENING = re.compile("[<\uff1c\ufe64\u226e]")  # the start of a tag, also in other widths, or struck through
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _SHOWN = 200
 

@@ -39,16 +39,26 @@ _AROUND = {
 }
 """By instruction, what is between, before or around the requested parts."""
 
+_ONE_OF = re.compile(r"My answer is (?:yes|no|maybe)\.")
+_JSON_TREE = re.compile(r"\s*(?:```(?:json)?\s*)?[\[{]", re.IGNORECASE)
+
 _COUNTED = {"length_constraints:number_words": "num_words", "keywords:letter_frequency": "let_frequency"}
 
 
 def has_parts(instruction: str, response: str, arguments: Mapping[str, object]) -> bool:
-    """Whether as many parts as requested, e.g. list items, are non-empty and distinct, and half of the requested words
-    or letters are in words."""
+    """Whether as many parts as requested, e.g. list items, are non-empty and distinct, paragraphs have two words or
+    more, and half of the requested words or letters are in words. Of the options one is chosen, JSON is an object or a
+    list, and the repeated prompt is followed by a word that it lacks."""
     if instruction in _COUNTED and "at least" in arguments.values():
         words = list(_words(response))
         counted = "".join(words).count(str(arguments["letter"])) if "letter" in arguments else len(words)
         return 2 * counted >= int(str(arguments[_COUNTED[instruction]]))
+    if instruction == "detectable_format:constrained_response":
+        return len(set(_ONE_OF.findall(response))) == 1
+    if instruction == "detectable_format:json_format":
+        return _JSON_TREE.match(response) is not None
+    if instruction == "combination:repeat_prompt":
+        return not {*_words(_unforced(response, [arguments]))} <= {*_words(str(arguments["prompt_to_repeat"]))}
     if instruction in _AROUND:
         parts = re.findall(_AROUND[instruction], response)
     elif instruction in _BETWEEN:
@@ -62,7 +72,8 @@ def has_parts(instruction: str, response: str, arguments: Mapping[str, object]) 
     wanted = [value for name, value in arguments.items() if name.startswith("num_")]
     wanted = wanted or [2 if instruction in _BETWEEN else 1]
     found = [" ".join(_RUN.findall(_unforced(part or "", [arguments]))) for part in parts]
-    filled = [part for part in found if _CONTENT.search(part)]
+    is_content = _CONTENT.search if instruction not in _BETWEEN else lambda part: len({*_words(part)}) > 1
+    filled = [part for part in found if is_content(part)]
     return len(filled if "placeholders" in instruction else set(filled)) >= int(str(wanted[0]))
 
 

@@ -108,6 +108,7 @@ RIGHT = [
     ("8", "It is 8. I have checked that the answer is correct."),
     ("1 2 3", r"\boxed{1 2 3}"),
     ("12", "12"),
+    ("3,5", "The answers are 3 and 5."),
 ]
 
 WRONG = [

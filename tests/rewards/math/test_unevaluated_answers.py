@@ -266,6 +266,22 @@ NOT_STATED = r"""
 7 ## 7^T
 7 ## 7^{-1}^{-1}
 7 ## \neq8=7
+7 ## 6} \\ \boxed{7
+7 ## \frac{0}{0}+7
+1.6e-19 ## 0.000000
+1e-7 ## 0.000000
+0.0000005 ## 0.000001
+0.0000123 ## 0.000012
+\frac{1}{3000000} ## 0.000000
+e^{-20} ## 0.00000000
+2^{-30} ## 0.000000
+e^x ## \frac{0}{0}x
+2^n ## i^{-0^{-1}}
+2^n ## \sqrt[\sqrt{-1}+x]{0}
+|x| ## \sqrt[\frac{1}{0}]{x}^{-\frac{x}{0}}
+x^2 ## \frac{\frac{0}{0}}{2^{x}}
+A ## A)B)
+A ## A. B
 936 ## 347 + 589
 936 ## 347+589=937
 936 ## 937=347+589=936
@@ -665,6 +681,13 @@ C ## \text{Choice (C)}
 6x^2 ## 6x^2
 6x^2 ## 6 x^{2}
 6x^2 ## 6 \cdot x^2
+0.012345678 ## 0.012346
+\frac{1}{7} ## 0.142857
+100\pi ## 314.159265
+\frac{3}{4} ## {3\over 4}
+A ## A)
+A ## (A)
+A ## A) 5 apples
 """
 
 
@@ -681,7 +704,8 @@ def test_what_states_a_value(table, score):
 @pytest.mark.parametrize(
     "response",
     ["347 + 589", "The answer is 347 + 589.", "#### 347+589", "Answer: $347 + 589$", "It is 1000 - 64", "936 or 937",
-     r"The answer is $937 = 936$.", r"\boxed{937} \boxed{936}"],
+     r"The answer is $937 = 936$.", r"\boxed{937} \boxed{936}", r"\boxed{937} \\ \boxed{936}",
+     "The answer can't be 936."],
 )  # fmt: skip
 def test_a_response_without_a_box_must_state_it_as_well(response):
     assert compute_score("d", response, "936") == 0.0

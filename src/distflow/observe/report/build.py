@@ -102,12 +102,13 @@ def report_data(run_dir: Path) -> dict[str, Any]:
 class RunPages:
     """The data of a run's pages as JSON, in parts: each reads what it needs when it is first asked for.
 
-    records: the run's metrics, if they are known.
+    metrics: the run's, if they may have been read before.
     """
 
-    def __init__(self, run_dir: Path, records: list[run_reader.MetricsRecord] | None = None) -> None:
-        self.run_dir, self.timeline = run_dir, run_reader.read_timeline(run_dir)
-        self.records = run_reader.read_metrics(run_dir, self.timeline) if records is None else records
+    def __init__(self, run_dir: Path, metrics: run_reader.GrowingMetrics | None = None) -> None:
+        self.run_dir, self.timeline, self._metrics = run_dir, run_reader.read_timeline(run_dir), metrics
+        found = run_reader.read_metrics(run_dir, self.timeline) if metrics is None else metrics.read(self.timeline)
+        self.records = found
         self.events = run_reader.read_events(run_dir, self.timeline)
         self.run = read_object(run_dir / "run.json", run_dir)
 
@@ -169,7 +170,8 @@ class RunPages:
         planned = [each for each in found if each.rule == run_rules.PLANNED and each.tone == "unknown"]
         found = [each for each in found if each not in planned]
         written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
-        damaged = [Finding("flat", f"{sentence}.") for sentence in run_reader.read_damage(self.run_dir)]
+        known = None if self._metrics is None else self._metrics.damage
+        damaged = [Finding("flat", f"{sentence}.") for sentence in run_reader.read_damage(self.run_dir, known)]
         end = summary_sentences.ending(events, self.steps, self.run.get("total_steps"), written)
         judged = _judgements(end, found, self.accuracy, self.problems, self.steps)
         return {

@@ -70,8 +70,7 @@ def records_of(run_dir: Path) -> RunRecords:
 
 def read_charges(run_dir: Path, step: int | None = None) -> list[Charge]:
     """The idle invoice of a whole run, or of one step."""
-    num_files = len([*(run_dir / "spans").glob("*.jsonl")])
-    timeline, activity = read_timeline(run_dir), read_activity(run_dir, MAX_BYTES // max(num_files, 1))
+    timeline, activity = read_timeline(run_dir), read_activity(run_dir, MAX_BYTES)
     records, events = read_metrics(run_dir, timeline), read_events(run_dir, timeline)
     return charges(journal_of(activity, timeline, records, events, step))
 

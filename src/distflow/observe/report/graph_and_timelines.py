@@ -3,10 +3,13 @@ training loop, from the run's spans and ledger. Also exports steps as a Chrome t
 chrome://tracing: a process per worker, a track per lane of its spans, and counters of speeds and tokens."""
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
+from itertools import accumulate
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +25,7 @@ from distflow.observe.crash_safe_files import (
     write_atomically,
 )
 from distflow.observe.report.summary_sentences import Steps
-from distflow.observe.run_reader import Group, MetricsRecord, fold_groups, read_spans
+from distflow.observe.run_reader import Group, MetricsRecord, fold_groups, read_spans, span_files
 from distflow.observe.writing.run_folder import Span
 
 TRAINING = "train"
@@ -78,12 +81,12 @@ class RunActivity:
 
 
 def read_activity(run_dir: Path, max_bytes: int = 3_000_000) -> RunActivity:
-    """The activity of as much of the run as its files' ends hold. max_bytes: of each file."""
-    spans = read_spans(run_dir, max_bytes)
-    cut = frozenset(actor for actor in spans if bytes_left_out(run_dir / "spans" / f"{actor}.jsonl", max_bytes))
+    """The activity of as much of the run as its files' ends hold. max_bytes: see `span_files`."""
+    spans, (paths, each) = read_spans(run_dir, max_bytes), span_files(run_dir, max_bytes)
+    cut = frozenset(path.stem for path in paths if path.stem in spans and bytes_left_out(path, each))
     waits = [s for s in spans.get("training", ()) if s.kind == "wait"]
     taken_at = {int(found[1]): span.end for span in waits if (found := _STEP.fullmatch(span.what))}
-    groups = fold_groups(read_records(run_dir / "ledger.jsonl", max(max_bytes, _MAX_LEDGER_BYTES), run_dir)[0])
+    groups = fold_groups(read_records(run_dir / "ledger.jsonl", max(each, _MAX_LEDGER_BYTES), run_dir)[0])
     trained_at = {group.group_id: group.step for group in groups if group.step is not None}
     oldest = {group.group_id: group.version for group in groups if group.version is not None}
     decodes = any(span.kind == "decode" for part in spans.values() for span in part)
@@ -241,8 +244,9 @@ def by_lane(actor: str, spans: Sequence[Span]) -> Mapping[tuple[str, str], list[
 
 def _idle(waits: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
     """The waits in which no group of the actor ran all the time; otherwise it only waited to start another one."""
-    groups = [span for span in spans if span.kind == "group"]
-    return [wait for wait in waits if not any(g.start <= wait.start and wait.end <= g.end for g in groups)]
+    groups = sorted((span.start, span.end) for span in spans if span.kind == "group")
+    ends = [-inf, *accumulate((end for _, end in groups), max)]  # of those that began so far, the last one
+    return [wait for wait in waits if ends[bisect_right(groups, (wait.start, inf))] < wait.end]
 
 
 def _sampled(groups: Sequence[Span]) -> tuple[list[Span], int]:
@@ -332,11 +336,11 @@ def write_trace(run_dir: Path, steps: str | None, target: Path) -> tuple[int, in
 
 def trace(run_dir: Path, steps: str | None) -> tuple[dict[str, list[_Json]], _Windows]:
     """A Chrome trace, and the windows of the steps that it has. steps: "12", "10-14", or None for the last few."""
-    timeline, num_files = reader.read_timeline(run_dir), len([*(run_dir / "spans").glob("*.jsonl")])
+    timeline = reader.read_timeline(run_dir)
     happened, metrics = reader.read_events(run_dir, timeline), reader.read_metrics(run_dir, timeline)
     spans = {
         actor: [span for span in own if timeline.survives(span.restart, span.step or 0)]
-        for actor, own in reader.read_spans(run_dir, reader.MAX_BYTES // max(num_files, 1)).items()
+        for actor, own in reader.read_spans(run_dir, reader.MAX_BYTES).items()
     }
     is_over = bool(happened) and happened[-1].fields.get("status") in ("finished", "stopped")
     last_step = max((record.step for record in metrics), default=0) if is_over else None

@@ -53,6 +53,8 @@ def _same_word(word: str, wanted: str) -> bool:
         return True
     if not all(len(each) <= _MAX_NUMBER_CHARACTERS and _NUMBER.fullmatch(each) for each in (word, wanted)):
         return False
+    if wanted[0] == "0" and wanted.isdigit() and len(wanted) > 1:  # digits, like 0011
+        return False
     found, expected = Fraction(word), Fraction(wanted)  # exact: large integers differ where floats do not
     is_whole = wanted.lstrip("+-").isdigit()
     return found == expected or (not is_whole and abs(found - expected) <= (TOLERANCE * abs(expected) or NEAR_ZERO))

@@ -31,7 +31,7 @@ from distflow.rewards.math.text_and_units import (
 )
 
 _SPACES = re.compile(r" (?![A-Za-z0-9.\\])|(?<![A-Za-z0-9.]) ")
-_CHOICE = re.compile(r"\(?\s*([A-J])\s*(?:\)\s*[.:]?|[.:])\s*(?:\\ )?\s*(\S.*)", re.DOTALL)
+_CHOICE = re.compile(r"\(?\s*([A-J])\s*(?:\)\s*[.:]?|[.:])\s*(?:\\ )?\s*(.*)", re.DOTALL)
 _OTHER_CHOICE = re.compile(r"(?<![A-Za-z\\])[A-J]\s*(?:[).:,;/&|]|$)|\b(?:and|or)\s+\(?[A-J](?![A-Za-z])")
 _NAMED = re.compile(r"([A-Za-z])\s*=")
 _CALL = re.compile(r"[A-Za-z]'*(?:\^\{-1\})?\([^()]*\)|_(?:\{[^{}]*\}|\w)|\^(?:\d|\{\d\})")

@@ -21,13 +21,14 @@ import math_verify
 from latex2sympy2_extended import latex2sympy2
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
 from math_verify import grader
-from sympy import Basic, Derivative, Expr, Float, I, Integral, Limit, MatrixBase, Product, Sum, Symbol
+from sympy import Basic, Derivative, Expr, Float, I, Integral, Limit, MatrixBase, Pow, Product, Sum, Symbol, nan, zoo
 from sympy.core.function import AppliedUndef
 
 from distflow.rewards.math.bounds import MAX_BITS
 from distflow.rewards.math.text_and_units import unwrap, words
 
 ROUNDED_DECIMALS = 6
+_ROUNDED_TO = Decimal("1e-3")
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?", re.ASCII)
 _EXACTLY = Context(prec=2 * MAX_BITS, rounding=ROUND_HALF_UP)
 
@@ -39,10 +40,11 @@ def numbers_equal(gold: Decimal, answer: Decimal) -> bool:
 
 
 def is_rounded(exact: Decimal, decimal: Decimal) -> bool:
-    """Whether a decimal of `ROUNDED_DECIMALS` or more places is the exact value, rounded or truncated."""
+    """Whether a decimal of `ROUNDED_DECIMALS` or more places is the exact value, rounded or truncated by at most a
+    thousandth of it: 0.000000 is no rounding of 1e-7."""
     if num_decimals(decimal) < ROUNDED_DECIMALS or num_decimals(exact) == num_decimals(decimal):
         return False
-    return _is_rounding(exact, decimal)
+    return _is_rounding(exact, decimal) and abs(exact - decimal) <= abs(exact) * _ROUNDED_TO
 
 
 def _is_rounding(exact: Decimal, decimal: Decimal) -> bool:
@@ -107,7 +109,7 @@ def expressions_equal(gold: str, answer: str) -> bool:
         second = _parse(answer)
     except RecursionError:
         return False
-    if first is None or second is None:
+    if first is None or second is None or _divides_by_zero(second):
         return False
     try:
         return _attempt(lambda: _compare(first, second, gold, answer)) or False
@@ -135,6 +137,12 @@ def _compare(first: Basic | MatrixBase, second: Basic | MatrixBase, gold: str, a
     if _differ_at_a_point(first, second):
         return False
     return bool(math_verify.verify([first], [second], timeout_seconds=None, raise_on_error=True))
+
+
+def _divides_by_zero(side: Basic | MatrixBase) -> bool:
+    """Whether a part of it has no value; a comparison with it may never end."""
+    powers = side.atoms(Pow)
+    return bool(side.has(nan, zoo)) or any(power.base == 0 and not power.exp.is_positive for power in powers)
 
 
 def _is_endless(side: Basic | MatrixBase) -> bool:
