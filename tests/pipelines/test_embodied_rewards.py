@@ -50,12 +50,23 @@ def test_groups_are_kept_by_their_share_of_successes(won: Any, valid: Any, chang
 
 
 def test_columns_of_episodes() -> None:
-    found = embodied_rewards.simulator_columns([{"success": 1.0, "env_steps": 7.0, "episode_len": 2.0}, {}])
-    assert {name: column.tolist() for name, column in found.items()} == {
-        "success": [True, False],
-        "env_steps": [7, 0],
-        "finish_step": [7, 0],
-        "episode_len": [2, 0],
+    parts = [{"success": 1.0, "env_steps": 7.0, "episode_len": 2.0}, {}, {"success": 0.0, "env_steps": 2.0}]
+    found: Any = embodied_rewards.simulator_columns(
+        parts, [{"instruction": "put/it\nthere"}, {}, {"instruction": "go"}]
+    )
+    assert {name: column.tolist() for name, column in found.batch.items()} == {
+        "success": [True, False, False],
+        "env_steps": [7, 0, 2],
+        "finish_step": [7, 0, 2],
+        "episode_len": [2, 0, 0],
+    }
+    assert found.metrics == {
+        "acting/env_steps": 9.0,
+        "acting/success/put it there": 1.0,
+        "acting/success/go": 0.0,
+        "acting/start_states/always": 0.0,
+        "acting/start_states/never": 0.0,
+        "acting/start_states/sometimes": 1.0,
     }
 
 
@@ -89,7 +100,7 @@ def embedded(frames: list[list[str]], embedder: Any, valid: list[bool] | None = 
     work: Any = embodied_rewards.embed_episodes(
         [{"frames": own} for own in frames], torch.tensor(valid), [None] * len(frames), embedder=embedder
     )
-    return asyncio.run(work)
+    return asyncio.run(work).batch
 
 
 def test_the_embedder_sees_all_frames_in_order(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ NOT_RECOMPUTED = {
     "episodes/prefix_cache_hit_rate": "told by the engine",
     "episodes/branched/*": "their number is checked; why a call began a branch is not recorded",
     "agent/refused_calls": "counted where calls arrive, and not recorded",
+    "acting/*": "measured by a clock, or by episode: success and steps of each are checked in episodes",
     "tool/*": "counted where calls are run; their answers are checked in episodes",
     "rollout_corr/on": "a switch; the weights that it switches on are checked",
     "rollout/decode*": "becomes throughput/rollout",

@@ -254,6 +254,8 @@ class Worker:
             self._parts.auditor.step_released(step - 1, batch, metrics)
         metrics |= self._recorder.phases.finish_step() | self._recorder.memory.finish_step()
         metrics["throughput/tokens_per_s"] = figures.num_tokens / metrics["timing_s/step"]
+        if "acting/env_steps" in metrics:
+            metrics["throughput/env_steps_per_s"] = metrics["acting/env_steps"] / metrics["timing_s/step"]
         with self._recorder.phases("record"):
             self._recorder.engine_activity(self.resources.rollout)
             phases = [each.node.phase for each in self._parts.training_nodes if each.node.engines]

@@ -78,3 +78,8 @@ class Fails(Line):
             "float image": {"observation": Observation({"front": np.zeros((2, 2, 3))}, np.zeros(1, np.float32))},
         }
         return result._replace(**changes[self.how])
+
+
+class NoScreen(Line):
+    def __init__(self) -> None:
+        raise RuntimeError("gladLoadGL error: no OpenGL context")

@@ -1,6 +1,7 @@
 """The protocol of simulators, gridreach, gymnasium's environments, and the pool of worker processes."""
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from distflow.environments.simulators.gridreach import GridReach
 from distflow.environments.simulators.protocol import (
     GymnasiumSimulator,
     Observation,
+    SimulatorHost,
     from_json,
     simulator_maker,
     to_json,
@@ -75,6 +77,8 @@ class Reacher:
 
     action_space = Space()
 
+    def close(self) -> None: ...
+
     def reset(self, *, seed: int, options: Any) -> Any:
         self.steps = 0
         return {"b": np.array([seed, 2.0]), "a": np.array([[1]]), "camera": np.zeros((4, 4, 3), np.uint8)}, {}
@@ -95,6 +99,40 @@ def test_environments_of_gymnasium_are_simulators() -> None:
     run(simulator.reset(7, {}))
     with pytest.raises(ValueError, match="is not in the environment's space"):
         run(simulator.step(np.full((1, 2), 1.5)))
+
+
+def test_an_environment_may_show_a_part_of_its_state_and_be_made_anew() -> None:
+    seeds = list[int]()
+
+    def make(number: int) -> Reacher:
+        seeds.append(number)
+        return Reacher()
+
+    simulator = GymnasiumSimulator(make, state=["b"], seed_argument="number")
+    for seed in (7, 8):
+        assert run(simulator.reset(seed, {})).state.tolist() == [seed, 2.0]
+    assert seeds == [7, 8]
+    with pytest.raises(ValueError, match="has no 'c', but b, a, camera"):
+        run(GymnasiumSimulator(Reacher, state=["c"]).reset(7, {}))
+
+
+class Endless(Reacher):
+    def step(self, action: Any) -> Any:
+        seen, reward, _, _, _ = super().step(action)
+        return seen, reward, False, False, {"is_success": self.steps == 2}
+
+
+def test_a_success_ends_the_episode_only_by_option() -> None:
+    for ends, wanted in ((True, [False, True]), (False, [False] * 4)):
+        simulator = GymnasiumSimulator(Endless, ends_at_success=ends)
+        run(simulator.reset(7, {}))
+        result = run(simulator.step(np.full((4, 2), 0.5)))
+        assert result.terminated == wanted and result.success[1]
+
+
+def test_a_package_that_registers_environments_is_imported_first() -> None:
+    with pytest.raises(UserError, match="'nowhere:Env-v1': nowhere cannot be imported"):
+        simulator_maker("nowhere:Env-v1")
 
 
 def test_cartpole_is_a_simulator() -> None:
@@ -202,3 +240,15 @@ def test_the_answer_to_a_cancelled_call_is_not_taken_for_that_to_the_next() -> N
 def test_a_simulator_that_fails_in_the_check_is_refused() -> None:
     with pytest.raises(UserError, match="cannot be used: TypeError"):
         pool(f"{FILE}Line", ends_at=3, nonsense=1)
+
+
+def test_a_simulator_that_cannot_render_is_refused_with_what_to_set() -> None:
+    with pytest.raises(UserError, match=r"no OpenGL context.*workflow_kwargs\.gl to egl .* or to osmesa"):
+        pool(f"{FILE}NoScreen")
+
+
+def test_the_host_tells_mujoco_how_to_render_before_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MUJOCO_GL", "glfw")
+    for gl, wanted in (("osmesa", "osmesa"), ("none", "disable"), (None, "disable")):
+        SimulatorHost(f"{FILE}Line", {}, gl)
+        assert os.environ["MUJOCO_GL"] == wanted

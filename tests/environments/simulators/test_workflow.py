@@ -81,6 +81,13 @@ def test_a_sample_is_each_decision_as_a_sequence_of_its_own(tmp_path: Path) -> N
     assert batch["response_mask"][0].tolist() == [1.0] * 8 + [0.0] * given + [1.0] * 4 + [0.0] * 4
 
 
+def test_the_state_may_be_tokens_of_the_prompt(tmp_path: Path) -> None:
+    tokens = {"bins": 4, "low": [0.0], "high": [8.0], "first_token": 50}
+    for seed, token in ((-3, 50), (1, 50), (2, 51), (7, 53), (8, 53)):
+        _, chat = play(tmp_path, [11] * 8, seed=seed, prompt="{instruction}", state_tokens=tokens)
+        assert chat.segments[0].token_ids == (*chat.tokens.of_text("go", begins=True), token), seed
+
+
 def test_the_score_may_be_the_sum_of_rewards(tmp_path: Path) -> None:
     result, _ = play(tmp_path, [11] * 8, env_kwargs={"ends_at": 3, "success": False}, score="return")
     assert result["score"] == 1.5 and result["success"] == 0.0 and result["acc"] == 0.0
@@ -103,6 +110,9 @@ def test_a_simulator_that_fails_is_an_error_of_the_episode(tmp_path: Path, how: 
         ({"actions": {**ACTIONS, "bin": 3}}, "actions.bin: no such option"),
         ({"actions": {"bins": 3}}, "set low and high"),
         ({"score": "reward"}, "score=reward"),
+        ({"gl": "glfw"}, "gl=glfw: set it to egl, osmesa or none"),
+        ({"state_tokens": {"bin": 3}}, "state_tokens.bin: no such option"),
+        ({"state_tokens": {"low": [0, 0], "high": [1, 1], "bins": 4}}, "the state has 1 numbers, and the bounds 2"),
         ({"actions": {**ACTIONS, "execute": 5}}, "execute=5"),
         ({"num_workers": 0}, "num_workers=0"),
         ({"env": "nowhere"}, "nowhere"),

@@ -39,6 +39,8 @@ def check_simulator(recorded: RecordedStep, sample: Sample, turns: Sequence[Any]
     for number, seen in enumerate([first, *(result["observation"] for result in results)][: len(turns)]):
         _check_images(who, seen["images"], sample["images"][number] if sample["images"] else ())
         _check_prompt(who, recorded, turns[number], str(seen["instruction"]), options)
+        if "state_tokens" in options:
+            _check_state(who, recorded, turns[number], seen["state"], options["state_tokens"])
     if frames := sample["reward_extra"].get("frames"):
         last = results[-1]["observation"] if results else first
         _check_images(who, dict([*last["images"].items()][:1]), frames[-1:])
@@ -74,6 +76,18 @@ def _check_prompt(who: str, recorded: RecordedStep, turn: Any, instruction: str,
     is_wanted = "{instruction}" in str(options.get("prompt", "{instruction}"))
     if is_wanted and "".join(wanted.split()) not in "".join(shown.split()):
         raise Wrong(f"{who} gives the instruction {instruction!r:.80}, but the policy was shown {shown!r:.200}")
+
+
+def _check_state(
+    who: str, recorded: RecordedStep, turn: Any, state: Sequence[float], options: Mapping[str, Any]
+) -> None:
+    """The prompt ends with the bins of the state's numbers."""
+    bounds, bins, first = bounds_of(options), int(options.get("bins", 256)), _first_token(recorded, options)
+    shown = turn.place.request.prompt_ids[-len(bounds) :]
+    for token, number, (low, high) in zip(shown, state, bounds, strict=True):
+        place = (min(max(number, low), high) - low) / (high - low) * bins
+        if not place - 1 - 1e-3 <= token - first <= place + 1e-3:
+            raise Wrong(f"{who} is in the state {list(state)!r:.200}, but the policy was shown {list(shown)!r:.200}")
 
 
 def _check_actions(

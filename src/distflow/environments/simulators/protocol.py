@@ -3,6 +3,8 @@ several episodes. It does not import torch."""
 
 import asyncio
 import base64
+import importlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distflow.environments.environment_adapters import find_registered
+from distflow.errors import UserError
 from distflow.import_target import load
 
 BUILTIN = {"gridreach": "distflow.environments.simulators.gridreach:GridReach"}
@@ -56,12 +59,29 @@ class GymnasiumSimulator:
     """An environment of gymnasium with spaces of Box, Dict or Discrete. uint8 arrays `(H, W, 3)` of an observation are
     images, all other numbers are its state, in the order of their names."""
 
-    def __init__(self, make: Callable[..., Any], instruction: str = "", render: bool = False, **options: Any) -> None:
-        """instruction: what to do, since gymnasium has no word for it. render: also show the picture of `render`."""
-        self._env = make(**options, **({"render_mode": "rgb_array"} if render else {}))
-        self._instruction, self._render = instruction, render
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        instruction: str = "",
+        render: bool = False,
+        state: Sequence[str] = (),
+        ends_at_success: bool = False,
+        seed_argument: str = "",
+        **options: Any,
+    ) -> None:
+        """instruction: what to do, since gymnasium has no word for it. render: also show the picture of `render`.
+        state: the entries of a Dict observation that the state has; all by default. ends_at_success: a success ends the
+        episode. seed_argument: each `reset` makes a new environment, with the seed as this argument, for those whose
+        own `reset` does not repeat a state."""
+        self._make = partial(make, **options, **({"render_mode": "rgb_array"} if render else {}))
+        self._env: Any = None if seed_argument else self._make()
+        self._instruction, self._render, self._state = instruction, render, tuple(state)
+        self._ends_at_success, self._seed_argument = ends_at_success, seed_argument
 
     async def reset(self, seed: int, options: Mapping[str, Any]) -> Observation:
+        if self._seed_argument:
+            self.close()
+            self._env = self._make(**{self._seed_argument: seed})
         observation, _ = self._env.reset(seed=seed, options=dict(options))
         return self._seen(observation)
 
@@ -76,7 +96,8 @@ class GymnasiumSimulator:
                 raise ValueError(f"the action {action!r} is not in the environment's space {space}")
             observation, reward, terminated, truncated, info = self._env.step(action)
             success = bool(info.get("is_success", info.get("success", False)))
-            values = (float(reward), bool(terminated), bool(truncated), success)
+            terminated = bool(terminated) or (success and self._ends_at_success)
+            values = (float(reward), terminated, bool(truncated), success)
             for column, value in zip(columns, values, strict=True):
                 column.append(value)
             if terminated or truncated:
@@ -85,16 +106,19 @@ class GymnasiumSimulator:
         return ChunkResult(rewards, ends, cuts, won, self._seen(observation))
 
     def close(self) -> None:
-        self._env.close()
+        if self._env is not None:
+            self._env.close()
 
     def _seen(self, observation: Any) -> Observation:
         named = dict(observation) if isinstance(observation, Mapping) else {"observation": observation}
+        if absent := [name for name in self._state if name not in named]:
+            raise ValueError(f"state: the observation has no '{absent[0]}', but {', '.join(named)}")
         images, numbers = dict[str, Any](), list[Any]()
         for name in sorted(named):
             value = np.asarray(named[name])
             if value.dtype == np.uint8 and value.ndim == 3 and value.shape[-1] == 3:
                 images[name] = value
-            else:
+            elif name in (self._state or named):
                 numbers.append(value.astype(np.float32).reshape(-1))
         if self._render:
             images["render"] = np.asarray(self._env.render())
@@ -104,8 +128,10 @@ class GymnasiumSimulator:
 class SimulatorHost:
     """In a worker process: the simulators of several episodes, by key. One that ended is used again."""
 
-    def __init__(self, env: str, options: Mapping[str, Any]) -> None:
-        """env: see `simulator_maker`. Raises UserError."""
+    def __init__(self, env: str, options: Mapping[str, Any], gl: str | None = None) -> None:
+        """env: see `simulator_maker`. gl: how MuJoCo renders: egl, osmesa or none. Raises UserError."""
+        if gl is not None:
+            os.environ["MUJOCO_GL"] = "disable" if gl == "none" else gl  # before it is imported
         self._make = partial(simulator_maker(env), **options)
         self._running: dict[str, tuple[Any, Observation]] = {}
         self._idle: list[Any] = []
@@ -147,10 +173,17 @@ class SimulatorHost:
 
 
 def simulator_maker(env: str) -> Callable[..., Simulator]:
-    """A built-in name, module:Class, file.py:function, or an id of gymnasium. Raises UserError."""
-    if ":" in env or env in BUILTIN:
+    """A built-in name, module:Class, file.py:function, or an id of gymnasium; module:ID imports the module that
+    registers it. Raises UserError."""
+    module, _, name = env.rpartition(":")
+    if (module and name.isidentifier()) or env in BUILTIN:
         return cast(Callable[..., Simulator], load(BUILTIN.get(env, env)))
-    return partial(GymnasiumSimulator, find_registered(env))
+    try:
+        if module:
+            importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"'{env}': {module} cannot be imported ({error}): pip install 'distflow[robotics]'?") from None
+    return partial(GymnasiumSimulator, find_registered(name))
 
 
 def check_observation(seen: Observation, first: Observation) -> None:

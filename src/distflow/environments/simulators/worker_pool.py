@@ -3,6 +3,7 @@ one that dies or is overdue is replaced, the episode that caused it fails, and i
 
 import asyncio
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,6 +16,11 @@ from distflow.environments.simulators.protocol import Observation, from_json
 from distflow.environments.user_process import CallFailed, ProcessEnded, ProcessServer, UserProcess
 from distflow.errors import UserError
 
+_OF_GL = re.compile("EGL|OpenGL|OSMesa|GLFW|glGet|MUJOCO_GL|DISPLAY", re.IGNORECASE)
+_RENDERING = (
+    ". It cannot render: set actor_rollout_ref.rollout.workflow_kwargs.gl to egl (a GPU's driver, or apt's libegl1) "
+    "or to osmesa (apt's libosmesa6), or leave env_kwargs.render=false"
+)
 _MOST_REPLAYS = 3
 """Of an episode whose workers are lost to others."""
 
@@ -32,9 +38,16 @@ class _Worker:
 class SimulatorPool:
     """Workers with an env each, see `SimulatorHost`. timeout_s: of each `reset`, and of each chunk."""
 
-    def __init__(self, env: str, options: Mapping[str, Any], num_workers: int, timeout_s: float) -> None:
-        """Raises UserError if the env cannot be made, or `reset` does not repeat a state."""
-        self._server = ProcessServer(f"{protocol.__name__}:SimulatorHost", {"env": env, "options": dict(options)})
+    def __init__(
+        self, env: str, options: Mapping[str, Any], num_workers: int, timeout_s: float, gl: str | None = None
+    ) -> None:
+        """gl: see `SimulatorHost`. Raises UserError if the env cannot be made or rendered, or `reset` does not repeat a
+        state."""
+        host = {"env": env, "options": dict(options), "gl": gl}
+        try:
+            self._server = ProcessServer(f"{protocol.__name__}:SimulatorHost", host)
+        except UserError as error:  # MuJoCo loads what renders when it is imported
+            raise UserError(f"{error}{_RENDERING}" if gl else str(error)) from None
         self.close = self._server.close
         self._num_workers, self._timeout_s = num_workers, timeout_s
         self._workers, self._keys = list[_Worker](), itertools.count()
@@ -45,7 +58,7 @@ class SimulatorPool:
             failed = thread.submit(asyncio.run, self._check()).result()
         if failed:
             self.close()
-            raise UserError(f"the simulator '{env}' {failed}")
+            raise UserError(f"the simulator '{env}' {failed}{_RENDERING if _OF_GL.search(failed) else ''}")
 
     async def begin(self, seed: int, options: Mapping[str, Any]) -> "Episode":
         """Begin an episode in the worker that has the fewest. Raises CallFailed."""

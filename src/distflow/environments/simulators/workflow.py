@@ -1,10 +1,11 @@
 """The workflow `simulator`: the policy acts in a simulator. Each decision is a conversation of its own, whose prompt
 shows the observation, and whose reply is a chunk of actions."""
 
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from distflow.data.images import keep_pixels
 from distflow.data.sample import ENV_ERROR
@@ -17,8 +18,10 @@ from distflow.environments.workflows import Row
 from distflow.errors import UserError, hint
 
 MAX_STEPS, NO_ACTION = "max_steps", "no_action"
+T = TypeVar("T")
 _BOUNDS = ("low", "high", "statistics", "unnorm_key", "action_dim")
-_ACTIONS = ("bins", *_BOUNDS, "action_chunks_len", "first_token", "execute")
+_STATE = ("bins", *_BOUNDS, "first_token")
+_ACTIONS = (*_STATE, "action_chunks_len", "execute")
 
 
 class SimulatorWorkflow:
@@ -32,20 +35,27 @@ class SimulatorWorkflow:
         env_kwargs: Mapping[str, Any] | None = None,
         actions: Mapping[str, Any],
         prompt: str = "{images}{instruction}",
+        state_tokens: Mapping[str, Any] | None = None,
         score: str = "success",
         step_timeout: float = 30.0,
         num_workers: int = 2,
+        gl: str | None = None,
     ) -> None:
         """env: see `simulator_maker`. actions: see `ActionTokens` and `action_bounds`. prompt: of a decision; it may
-        have {images}, {instruction} and {state}. score: success or return, the sum of the rewards. step_timeout:
-        seconds of `reset` and of a chunk. Raises UserError."""
+        have {images}, {instruction} and {state}. state_tokens: bounds, bins and first token, as of actions; the
+        state's numbers are added to the prompt as tokens. score: success or return, the sum of the rewards.
+        step_timeout: seconds of `reset` and of a chunk. gl: how MuJoCo renders. Raises UserError."""
         self._options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        if unknown := next((name for name in actions if name not in _ACTIONS), None):
-            raise UserError(f"actions.{unknown}: no such option{hint(unknown, _ACTIONS)}")
+        for where, own, known in (("actions", actions, _ACTIONS), ("state_tokens", state_tokens or {}, _STATE)):
+            if unknown := next((name for name in own if name not in known), None):
+                raise UserError(f"{where}.{unknown}: no such option{hint(unknown, known)}")
         if score not in ("success", "return"):
             raise UserError(f"score={score}: set it to success or return")
         self._actions, self._bounds = dict(actions), action_bounds(actions)
+        self._state_bounds = action_bounds(state_tokens) if state_tokens is not None else None
+        self._state_tokens = dict(state_tokens or {})
         self._codec: ActionTokens | None = None
+        self._state_codec: ActionTokens | None = None
         self._prompt, self._score, self._ids = prompt, score, dict[object, tuple[int, ...]]()
         self._chunk = int(actions.get("action_chunks_len", 8))
         self._execute = int(actions.get("execute", self._chunk))
@@ -53,7 +63,9 @@ class SimulatorWorkflow:
             raise UserError(f"actions.execute={self._execute}: set it to 1 to {self._chunk} steps of each chunk")
         if num_workers < 1:
             raise UserError(f"num_workers={num_workers}: set it to at least 1")
-        self._pool = SimulatorPool(env, dict(env_kwargs or {}), num_workers, step_timeout)
+        if gl not in (None, "egl", "osmesa", "none"):
+            raise UserError(f"gl={gl}: set it to egl, osmesa or none")
+        self._pool = SimulatorPool(env, dict(env_kwargs or {}), num_workers, step_timeout, gl)
         weakref.finalize(self, self._pool.close)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -65,11 +77,11 @@ class SimulatorWorkflow:
         if chat.templated:
             raise ChatError("the prompts of a simulator are plain text: set data.prompt_format=text")
         if self._codec is None:
-            self._codec = self._action_tokens(chat)
+            self._codec = self._codecs(chat)
         chat.finish_reason = ENV_ERROR  # until it has ended
         told = {**row.extra_info, "ground_truth": row.ground_truth}
         with chat.clock_stopped():
-            episode = await self._pool.begin(seed_of(row), told)
+            episode = await _timed(chat, "simulator", self._pool.begin(seed_of(row), told))
         try:
             return await self._play(chat, episode, self._codec)
         finally:
@@ -83,7 +95,8 @@ class SimulatorWorkflow:
             paths = _store_images(episode.seen, chat)
             frames += paths[:1]
             talk = chat.fork(()) if decisions else chat
-            reply = await talk.ask(self._encoded(chat, episode.seen, paths), max_tokens=codec.num_tokens, images=paths)
+            ids = self._encoded(chat, episode.seen, paths)
+            reply = await _timed(chat, "model", talk.ask(ids, max_tokens=codec.num_tokens, images=paths))
             decisions += 1
             chunk = codec.decode(reply.token_ids)[: self._execute]
             talk.finish_reason = ENV_ERROR
@@ -91,7 +104,7 @@ class SimulatorWorkflow:
             step_rewards.append([])
             if len(chunk):
                 with chat.clock_stopped():
-                    result = await episode.step(chunk.tolist())
+                    result = await _timed(chat, "simulator", episode.step(chunk.tolist()))
                 steps = result["success"]
                 step_rewards[-1] = result["rewards"] if self._score == "return" else _first(steps, success)
                 num_steps, total = num_steps + len(steps), total + sum(result["rewards"])
@@ -108,31 +121,58 @@ class SimulatorWorkflow:
         extra = {"frames": frames, "instruction": episode.seen.instruction, "step_rewards": step_rewards}
         return {"score": facts[self._score], "acc": float(success), **facts, "extra": extra}
 
+    def _codecs(self, chat: Chat) -> ActionTokens:
+        """Those of actions and of states. Raises ChatError for a model without such tokens, or too short responses."""
+        if self._state_bounds is not None:
+            low, high, _ = self._state_bounds
+            self._state_codec = _tokens_of("state_tokens", chat, self._state_tokens, (low, high, True), 1)
+        codec = _tokens_of("actions", chat, self._actions, self._bounds, self._chunk)
+        if codec.num_tokens > chat.limits.response:
+            need = f"a chunk of actions has {codec.num_tokens} tokens"
+            raise ChatError(f"{need}: set data.max_response_length to that, at least")
+        return codec
+
     def _encoded(self, chat: Chat, seen: Observation, paths: Sequence[str]) -> tuple[int, ...]:
         """The prompt's tokens. Those of an image depend on its size alone."""
         state = " ".join(f"{each:.3g}" for each in seen.state) if "{state}" in self._prompt else ""
         sizes = tuple(image.shape for image in seen.images.values())
-        if (key := (seen.instruction, state, sizes)) not in self._ids:
+        key = seen.instruction, state, sizes
+        if (ids := self._ids.get(key)) is None:
             marks = chat.tokens.image_mark * len(paths) if paths else ""
             text = self._prompt.format(images=marks, instruction=seen.instruction, state=state)
             ids = chat.tokens.with_images(text, paths) if paths else chat.tokens.of_text(text, begins=True)
-            if state:  # it hardly ever occurs again
-                return ids
-            self._ids[key] = ids
-        return self._ids[key]
+            if not state:  # a state hardly ever occurs again
+                self._ids[key] = ids
+        if (codec := self._state_codec) is None:
+            return ids
+        if len(seen.state) != codec.dim:
+            raise ChatError(f"state_tokens: the state has {len(seen.state)} numbers, and the bounds {codec.dim}")
+        return (*ids, *codec.encode(seen.state.astype(float)[None]))
 
-    def _action_tokens(self, chat: Chat) -> ActionTokens:
-        """Raises ChatError if the model's vocabulary has no such tokens."""
-        low, high, is_quantiles = self._bounds
-        if (number := len(low) * self._chunk) > chat.limits.response:
-            raise ChatError(f"a chunk of actions has {number} tokens: set data.max_response_length to that, at least")
-        bins, first = int(self._actions.get("bins", 256)), self._actions.get("first_token")
-        number = chat.tokens.vocabulary - bins if first is None else first
-        token = chat.tokens.token_id(number) if isinstance(number, str) else int(number)
-        if not 0 <= token <= chat.tokens.vocabulary - bins:
-            size = f"{bins} tokens from {token}"
-            raise ChatError(f"actions: the tokenizer has {chat.tokens.vocabulary} tokens, not {size} (first_token)")
-        return ActionTokens(low, high, bins, token, self._chunk, is_quantiles)
+
+def _tokens_of(
+    name: str,
+    chat: Chat,
+    options: Mapping[str, Any],
+    bounds: tuple[tuple[float, ...], tuple[float, ...], bool],
+    chunk: int,
+) -> ActionTokens:
+    """Raises ChatError if the model's vocabulary has no such tokens. bounds: and whether numbers beyond are clipped."""
+    bins, first = int(options.get("bins", 256)), options.get("first_token")
+    number = chat.tokens.vocabulary - bins if first is None else first
+    token = chat.tokens.token_id(number) if isinstance(number, str) else int(number)
+    if not 0 <= token <= chat.tokens.vocabulary - bins:
+        size = f"{bins} tokens from {token}"
+        raise ChatError(f"{name}: the tokenizer has {chat.tokens.vocabulary} tokens, not {size} (first_token)")
+    low, high, clips = bounds
+    return ActionTokens(low, high, bins, token, chunk, clips)
+
+
+async def _timed(chat: Chat, on: str, waits: Awaitable[T]) -> T:
+    started = time.perf_counter()
+    result = await waits
+    chat.counts[f"acting/{on}_ms"] += round(1000 * (time.perf_counter() - started))
+    return result
 
 
 def _first(steps: Sequence[bool], before: bool) -> list[float]:

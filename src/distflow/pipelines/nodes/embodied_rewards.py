@@ -3,6 +3,9 @@ other pipeline imports this module."""
 
 import asyncio
 import math
+import re
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,7 +27,7 @@ from distflow.pipelines.nodes.rollout_reward_filter import reward_unit
 from distflow.training.engine import Collective
 from distflow.untrusted_files import load_image
 
-PIXELS, _SIDE, _MOST_DIMENSIONS = "pixels", 8, 48
+PIXELS, _SIDE, _MOST_DIMENSIONS, _LONGEST_NAME = "pixels", 8, 48, 60
 _FAILURES = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError, UserError)
 TOO_EASY, TOO_HARD, TRUNCATED = "success_above_bound", "success_below_bound", "truncated"
 
@@ -37,15 +40,31 @@ register_field("srpo_distance", "float32", "sample", "of a failure to the succes
 
 
 @node(writes=("success", "env_steps", "finish_step", "episode_len"), scope="group")
-def simulator_columns(reward_parts: list[Mapping[str, float]]) -> dict[str, Tensor]:
-    """What the workflow `simulator` counted, as columns; 0 for episodes without a score."""
+def simulator_columns(reward_parts: list[Mapping[str, float]], reward_extra: list[Mapping[str, Any]]) -> NodeOutput:
+    """What the workflow `simulator` counted, as columns; 0 for episodes without a score. The group has one start
+    state."""
     steps = torch.tensor([int(parts.get("env_steps", 0)) for parts in reward_parts])
-    return {
+    columns = {
         "success": torch.tensor([parts.get("success", 0.0) == 1.0 for parts in reward_parts]),
         "env_steps": steps,
         "finish_step": steps,
         "episode_len": torch.tensor([int(parts.get("episode_len", 0)) for parts in reward_parts]),
     }
+    return NodeOutput(columns, {"acting/env_steps": float(steps.sum()), **_successes(reward_parts, reward_extra)})
+
+
+def _successes(parts: Sequence[Mapping[str, float]], extra: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of a group: its share of successes by task, and whether it succeeds from its start state."""
+    won = defaultdict[str, list[float]](list)
+    for own, told in zip(parts, extra, strict=True):
+        if "success" in own:
+            task = re.sub(r"[^\w ,.()-]+", " ", str(told.get("instruction", ""))).strip()[:_LONGEST_NAME]
+            won[task].append(own["success"])
+    found = {f"acting/success/{task}": sum(each) / len(each) for task, each in won.items()}
+    if every := [each for task in won.values() for each in task]:
+        kinds = {"always": all(every), "never": not any(every), "sometimes": 0 < sum(every) < len(every)}
+        found |= {f"acting/start_states/{name}": float(value) for name, value in kinds.items()}
+    return found
 
 
 def action_dim(config: Config) -> int:
@@ -142,8 +161,9 @@ async def embed_episodes(
     reward_errors: list[str | None],
     *,
     embedder: Callable[[NDArray[np.uint8]], object],
-) -> dict[str, object]:
+) -> NodeOutput:
     """A vector of each episode's frames. An episode without a finite one has a reward error."""
+    started = time.perf_counter()
     vectors, errors = list[list[float]](), list[str | None](reward_errors)
     for place, (extra, is_valid) in enumerate(zip(reward_extra, valid.tolist(), strict=True)):
         vector, error = (
@@ -155,7 +175,8 @@ async def embed_episodes(
     if len(dimensions) > 1:
         raise UserError(f"srpo.embedder returned vectors of {sorted(dimensions)} numbers: return as many for all")
     is_left = [bool(was) and bool(vector) for was, vector in zip(valid.tolist(), vectors, strict=True)]
-    return {"embeddings": vectors, "valid": torch.tensor(is_left), "reward_errors": errors}
+    columns = {"embeddings": vectors, "valid": torch.tensor(is_left), "reward_errors": errors}
+    return NodeOutput(columns, {"acting/embedding_ms": 1000 * (time.perf_counter() - started)})
 
 
 def _embedding_of(paths: Sequence[str], embedder: Callable[[NDArray[np.uint8]], object]) -> tuple[list[float], str]:
