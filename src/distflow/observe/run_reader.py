@@ -54,7 +54,7 @@ PRESET = "preset or default"
 """Where a key was set that `config_sources` does not have."""
 
 _MAX_NAMES, _MAX_NAME = 4096, 200
-_MAX_SPAN_FILES, _MAX_SPLITS, _MAX_REMARKS = 100, 20, 500
+_MAX_SPAN_FILES, _MAX_SPAN_BYTES, _MAX_SPLITS, _MAX_REMARKS = 100, 40 * 2**20, 20, 500
 _ZIPPED = 16
 """Files of samples are rarely smaller by more."""
 _LATEST_TIME, _MAX_WHOLE = 1e11, 2**63
@@ -188,9 +188,9 @@ def _changed(group: Group, record: Mapping[str, Any], state: str, t: float | Non
 
 
 def span_files(run_dir: Path, max_bytes: int) -> tuple[list[Path], int]:
-    """The files of spans, and how much of the end of each is read: at most `max_bytes`, and `MAX_BYTES` of all."""
+    """The files of spans, and how much of the end of each is read: at most `max_bytes`, and 40 MB of all."""
     paths = sorted((run_dir / "spans").glob("*.jsonl"))[:_MAX_SPAN_FILES]
-    return paths, min(max_bytes, MAX_BYTES // max(len(paths), 1))
+    return paths, min(max_bytes, _MAX_SPAN_BYTES // max(len(paths), 1))
 
 
 def read_spans(run_dir: Path, max_bytes: int = 3_000_000) -> dict[str, list[Span]]:
