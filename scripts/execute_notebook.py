@@ -3,7 +3,6 @@
 .venv/bin/python scripts/execute_notebook.py
 """
 
-import json
 import tempfile
 from pathlib import Path
 
@@ -27,7 +26,7 @@ def executed(folder: Path) -> nbformat.NotebookNode:
         coalesce_streams=True,
     )
     client.execute()
-    return nbformat.from_dict(json.loads(nbformat.writes(notebook).replace(f"{folder}/", "")))
+    return nbformat.reads(nbformat.writes(notebook).replace(f"{folder}/", ""), as_version=4)
 
 
 if __name__ == "__main__":

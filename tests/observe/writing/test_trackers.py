@@ -192,9 +192,12 @@ def test_a_webhook_that_fails_is_one_warning_without_its_address(
 ) -> None:
     monkeypatch.setattr(tracking, "_RETRY_AFTER_S", (0.0, 0.0))
     with listening(refused=99) as (address, got):
-        (said,) = post(address, tmp_path, ["a", "b"])
+        (said,) = post(address, tmp_path, ["a", "b", "c", "d"])
     assert "tracker webhook failed" in said and "127.0.0.1: it answered 503" in said and "secret" not in said
-    assert len(got) == 3
+    assert len(got) == 9, "three times for each of three findings, then it is off"
+    with listening(refused=3) as (address, got):
+        (said,) = post(address, tmp_path, ["a", "b"])
+    assert [each["rule"] for each in got] == ["a", "a", "a", "b"], "an outage costs only what came meanwhile"
     (said,) = post(address, tmp_path, ["a"])
     assert "refused" in said and "secret" not in said
 

@@ -25,7 +25,7 @@ from distflow.observe.metrics import headlines
 # Called once for each failing tracker, with the kind of the event ("warning") and a message.
 OnFailure = Callable[[str, str], None]
 
-_QUEUE_LENGTH = 256
+_QUEUE_LENGTH, _MOST_FAILURES = 256, 3
 _CLOSE_TIMEOUT_S = 30.0
 _MAX_ROWS, _MAX_CHARACTERS = 8, 2000
 _POST_TIMEOUT_S, _RETRY_AFTER_S = 10.0, (1.0, 5.0)
@@ -173,14 +173,22 @@ class _TrackerThread:
             self._tell("did not finish in time and was abandoned; metrics.jsonl has everything")
 
     def _run(self) -> None:
-        try:
-            tracker = self._build()
-            while (call := self._queue.get()) is not None:
+        tracker: Tracker | None = None
+        call: Callable[[Tracker], None] | None = None
+        num_failed = 0
+        while not self._has_failed:
+            try:
+                tracker = tracker or self._build()
+                call = self._queue.get()
+                if call is None:
+                    return tracker.close()
                 call(tracker)
-            tracker.close()
-        except BaseException as error:  # a library's error in its own thread must not end the run
-            self._has_failed = True
-            self._tell(f"failed and is off for the rest of the run ({type(error).__name__}: {error})")
+                num_failed = 0
+            except BaseException as error:  # a library's error in its own thread must not end the run
+                num_failed += 1
+                self._has_failed = tracker is None or call is None or num_failed == _MOST_FAILURES
+                rest = "is off" if self._has_failed else f"is off after {_MOST_FAILURES} failures in a row"
+                self._tell(f"failed and {rest} ({type(error).__name__}: {error})")
 
     def _tell(self, what: str) -> None:
         if not self._has_reported:
