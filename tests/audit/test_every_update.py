@@ -25,6 +25,7 @@ from distflow.runtime import worker
 from distflow.runtime.validation import ValidationRunner
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker
+from distflow.scheduling.admission import Admission
 from distflow.scheduling.domain_queue import DomainQueue
 from distflow.training import torch_engine
 from distflow.training.torch_engine import TorchTrainEngine
@@ -457,3 +458,46 @@ def test_a_step_that_another_watches_behind_a_skipped_one_is_no_change_from_outs
     with torch.no_grad():
         model.weight.add_(1.0)
     assert update(3, moves=True).changed == ["weight"]
+
+
+FAILING = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if sum(map(ord, solution_str)) % 3 == 0:
+        raise ValueError("no")
+    return sum(map(ord, solution_str)) % 7 / 6
+"""
+
+
+@slow
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_errors_of_a_validation_that_count_as_scores(
+    playground: Playground, monkeypatch: Patch, is_planted: bool
+) -> None:
+    scored = rollout_reward_filter._scored
+
+    def planted(outcomes: Any, validating: bool, *more: Any) -> Any:
+        return scored(outcomes, validating and not is_planted, *more)
+
+    monkeypatch.setattr(rollout_reward_filter, "_scored", planted)
+    playground.write_reward(FAILING)
+    keys = (*VALIDATING, f"data.val_files={playground.folder}/rows.jsonl", "reward.on_error={score: 0}")
+    says = r"\(validation\): val/errors is reported as 0, but \d+ by the recorded scores"
+    with pytest.raises(TrustError, match=says) if is_planted else nullcontext():
+        playground.run("grpo", *TWO, *keys, "reward.max_error_rate=0.9")
+
+
+@slow
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_more_groups_at_once_than_the_config_allows(
+    playground: Playground, monkeypatch: Patch, is_planted: bool
+) -> None:
+    begin = Admission.__init__
+
+    def planted(self: Admission, *arguments: Any) -> None:
+        begin(self, *arguments)
+        self._max_concurrent = 99 if is_planted else self._max_concurrent
+
+    monkeypatch.setattr(Admission, "__init__", planted)
+    keys = ("async.max_staleness=2", "async.max_concurrent_rollouts=1")
+    with pytest.raises(TrustError, match=r"\d+ groups ran at once, but") if is_planted else nullcontext():
+        playground.run("grpo", *TWO, *keys)

@@ -144,6 +144,11 @@ class Auditor:
     def step_taken(self, step: int, group_ids: Sequence[int], batch: Batch, synced_version: int | None) -> None:
         if self._ended:
             raise TrustError(f"step {step + 1} was taken, but trainer.stop_when has ended the run")
+        most, at_once = self._run.spec.data.max_concurrent, self.groups.most_at_once
+        if self._schedule.frequency > 0 and most is not None and at_once > most:
+            raise TrustError(
+                f"{at_once} groups ran at once, but async.max_concurrent_rollouts is {most}: the limit has no effect"
+            )
         # Decided once for all ranks, since clocks differ.
         due = self._schedule.is_due(step) or bool(self._run.doubts)
         agreed = self._ranks.max({"due": float(due), "looks": float(self._schedule.looks_at(step))})

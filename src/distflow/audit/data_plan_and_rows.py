@@ -58,6 +58,7 @@ def _check_plan(run: AuditedRun) -> None:
         "seed": data.seed if data.shuffle else 0,
         "consumer_batch": data.train_batch_size,
         "group_size": config.actor_rollout_ref.rollout.n if generates else 1 + reads_pairs(config),
+        "max_concurrent": config.async_.max_concurrent_rollouts,
         "max_staleness": min(spec.data.max_staleness, config.async_.max_staleness if generates else 0),  # at most
         "total_steps": steps or math.ceil(num_groups / data.train_batch_size),
         "total_groups": None if steps or data.domains else num_groups,

@@ -1,6 +1,7 @@
 """Records engine requests, reward calls and their results for each group, and optimizer steps: the inputs of the loss,
 the gradients with respect to them, and samples of the weights before and after."""
 
+import asyncio
 import math
 import random
 from collections import Counter, deque
@@ -9,6 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from distflow.data.episode_event_hook import on_event
 from distflow.models.sharding import at_places, is_spread, own_part, square_sum, whole
 from distflow.rewards.reward_results import RewardResult
 from distflow.rollout.engine import GenerateRequest, GenerateResult
+from distflow.runtime.rollout_loop import group_task
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective, Counts, LossFn, OneRank, Sums, TrainEngine
 
@@ -63,9 +66,14 @@ class GroupRecords:
         self.passed_over: list[tuple[PromptGroup, PromptGroup]] = []
         """Groups that wait though the last step has another one, which should have come later."""
         self._validated: list[GroupRecord] = []
+        self._tasks, self.most_at_once = WeakSet[asyncio.Task[Any]](), 0
+        """Tasks of training groups, and the most that ran at once."""
 
     def begin(self, prompt_group: PromptGroup) -> None:
-        record = GroupRecord(prompt_group)
+        record, task = GroupRecord(prompt_group), group_task.get()
+        if task is not None:  # a validation has none
+            self._tasks.add(task)
+            self.most_at_once = max(self.most_at_once, sum(not each.done() for each in self._tasks))
         _current.set(record)
         on_event.set(record.add_event)
 

@@ -56,7 +56,8 @@ def sample_facts(run: AuditedRun, records: Sequence[GroupRecord], rows: Facts) -
             row = shown.get((name, kind, f"{group.group_id}-{i}"), {})
             facts = {"set": name, "kind": kind, "row": group.row, "sample": i}
             facts |= {"domain": asked.domain, "tag": asked.tag}
-            right = None if row.get("score") is None else (row["acc"] or 0.0) >= 1 - LIMIT
+            has_score = row.get("score") is not None and not row.get("errors")
+            right = (row["acc"] or 0.0) >= 1 - LIMIT if has_score else None
             wrong = _wrong_score(run.spec.config, record, asked, row, is_ours and not has_workflow)
             wrong = wrong or _wrong_episode(run, record, i, row)
             wrong = wrong or (_wrong_request(run, record, asked) if is_ours else "")
