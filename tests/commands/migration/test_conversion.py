@@ -468,6 +468,21 @@ READ = {
         f"{VERL} algorithm.adv_estimator=gae {ACTOR}.strategy=fsdp2 critic.strategy=fsdp2 trainer.n_gpus_per_node=2\n",
         {f"{ACTOR}.strategy": "fsdp"},
     ),
+    "a switch that is negated": (
+        "sh",
+        "trl grpo --model_name_or_path m --dataset_name d/d --no_scale_rewards\n",
+        {"algorithm.scale_rewards": "none"},
+    ),
+    "lines without a command": (
+        "txt",
+        f"algorithm.adv_estimator=grpo\ndata.train_batch_size=8\n{MODEL}.path=m\n{ROLLOUT}.n=4\n",
+        {"data.train_batch_size": 8, f"{MODEL}.path": "m", f"{ROLLOUT}.n": 4},
+    ),
+    "a recipe of verl": (
+        "sh",
+        f"python3 -m recipe.fully_async_policy.fully_async_main data.train_files=a.parquet {LR}=1e-5 {MODEL}.path=m\n",
+        {LR: 1e-5, f"{MODEL}.path": "m"},
+    ),
     "Megatron": (
         "sh",
         f"{VERL} {ACTOR}.strategy=megatron critic.strategy=megatron trainer.n_gpus_per_node=2\n",

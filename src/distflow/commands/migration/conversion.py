@@ -109,6 +109,10 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
         name_rewards(theirs.values, theirs.remarks)
         if isinstance(trackers := theirs.values.get("report_to"), list):
             theirs.values["report_to"] = trackers[0] if len(trackers) == 1 else ["console", *trackers]
+        negated = {key: key[3:] for key, value in theirs.values.items() if key.startswith("no_") and value is True}
+        theirs.values = {
+            negated.get(key, key): value if key not in negated else False for key, value in theirs.values.items()
+        }
     draft = Conversion(_PRESETS.get((theirs.system, theirs.method), theirs.method), {}, set(), list(theirs.remarks))
     for key, value in [*theirs.values.items()]:
         entries = {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {}

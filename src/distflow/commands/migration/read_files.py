@@ -7,14 +7,22 @@ from pathlib import Path
 import yaml
 
 from distflow.commands.migration.python_scripts import METHODS, read_script
-from distflow.commands.migration.yaml_and_shell import ForeignSettings, ShellScript, identify, method_of, read_options
+from distflow.commands.migration.yaml_and_shell import (
+    ForeignSettings,
+    ShellScript,
+    Unread,
+    identify,
+    method_of,
+    read_options,
+)
+from distflow.config.compose.values import nested
 from distflow.config.compose.yaml_settings import preset_names
 from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError, missing_path
 from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file
 
 _TRAINER = re.compile(
-    r"openrlhf\.cli\.train_(?P<OpenRLHF>\w+)|(?:verl|siirl|recipe)[\w./]*[./](?P<verl>main_(?!gen|eval)\w+|\w*sft_trainer)(?:\.py)?"
+    r"openrlhf\.cli\.train_(?P<OpenRLHF>\w+)|(?:verl|siirl|recipe)[\w./]*[./](?P<verl>main_(?!gen|eval)\w+|\w*(?:async_main|sft_trainer))(?:\.py)?"
     r"|(?:.*/)?(?P<TRL>trl)(?:\.scripts\.\w+)?|(?P<script>.*\.py)"
 )
 _METHODS = {"ppo_ray": "", "ppo": "ppo", "sft": "sft", "rm": "rm"} | {name.lower(): METHODS[name] for name in METHODS}
@@ -104,7 +112,7 @@ def _read_shell(text: str, folder: Path, devices: int | None) -> ForeignSettings
             read_options(words, values.__setitem__)
         if not values:
             raise UserError("no command in it trains with TRL, OpenRLHF, verl, ROLL or AReaL, and no line is key=value")
-        found = [identify(values)]
+        found = [_identify_lines(values)]
     settings = found[-1]
     settings.remarks += [f"{len(found)} of its commands train; the last one is read"] if len(found) > 1 else []
     settings.remarks += script.remarks
@@ -115,6 +123,15 @@ def _read_shell(text: str, folder: Path, devices: int | None) -> ForeignSettings
         places = (number for number, line in lines if re.search(rf"^[^#]*(?<![\w.]){re.escape(key)}(?![\w.])", line))
         settings.lines.setdefault(key, next(places, 0))
     return settings
+
+
+def _identify_lines(values: Mapping[str, object]) -> ForeignSettings:
+    """The settings of `key=value`, whose keys may have dots."""
+    unread = {key: value for key, value in values.items() if isinstance(value, Unread)}
+    try:
+        return identify(nested({key: value for key, value in values.items() if key not in unread}) | unread)
+    except AttributeError as error:
+        raise UserError("one of its keys is a value and a group of others") from error
 
 
 def _read_command(words: list[str], line: int, folder: Path, devices: int | None) -> ForeignSettings | None:
