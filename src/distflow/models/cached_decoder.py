@@ -30,6 +30,9 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 row, and the scaling of scores; stores keys and values, and returns the attention's output, as large as the queries."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+LONGEST_NATIVE, LONGEST_OF_FEW, FEW_TOKENS = 128, 256, 64
+"""Longest context, in tokens, after which native code runs the rest of prompts: it attends query by query, but starts
+fast, which counts if all rests together have few tokens."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length seen so far
 
 
@@ -154,14 +157,27 @@ class DecoderView:
         ids = send(torch.tensor([rest + (0,) * (width - len(rest)) for rest in rests]), self.device)
         first, last = send(torch.tensor([begins, [len(rest) - 1 for rest in rests]]), self.device)
         positions, extent = first[:, None] + torch.arange(width, device=self.device), max(begins) + width
-        hidden = self._embed(ids)
         shape = (self.num_layers, len(prompts), self.num_kv_heads, extent, self.head_dim)
         keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
         values = torch.zeros_like(keys, dtype=self._values_dtype)
         for row, (old_keys, old_values) in enumerate(prefixes):
             keys[:, row, :, : begins[row]], values[:, row, :, : begins[row]] = old_keys, old_values
-        cos, sin = (table[positions][:, :, None] for table in self._rotary_rows(extent, hidden))
         rows = torch.arange(len(prompts), device=self.device)
+        longest_native = LONGEST_OF_FEW if ids.numel() <= FEW_TOKENS else LONGEST_NATIVE
+        if self._native is not None and extent <= longest_native and self._native.refresh():
+            flat = ids.flatten(), positions.flatten(), keys, values, *self._rotary_rows(extent, keys)
+            hidden = self._native.decode(*flat).unflatten(0, ids.shape)[rows, last]
+        else:
+            hidden = self._norm(self._body.norm, self._run_after(ids, positions, keys, values)[rows, last])
+        longest = max(len(prompt) for prompt in prompts)
+        return PromptKV(keys[..., :longest, :], values[..., :longest, :], hidden)
+
+    def _run_after(self, ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """The last layer's output for these tokens, whose keys and values are written to the memory, and which see what
+        it has before them."""
+        hidden, extent = self._embed(ids), keys.shape[-2]
+        cos, sin = (table[positions][:, :, None] for table in self._rotary_rows(extent, hidden))
+        rows = torch.arange(len(ids), device=self.device)
         seen = (torch.arange(extent, device=self.device) <= positions[..., None])[:, None]
         for index, layer in enumerate(self._body.layers):
             query, key, value = self._project(layer, hidden, cos, sin)
@@ -176,8 +192,7 @@ class DecoderView:
                 enable_gqa=self.num_heads != self.num_kv_heads,
             )
             hidden = self._rest_of_layer(layer, hidden, mixed.transpose(1, 2))
-        longest, hidden = max(len(prompt) for prompt in prompts), self._norm(self._body.norm, hidden[rows, last])
-        return PromptKV(keys[..., :longest, :], values[..., :longest, :], hidden)
+        return hidden
 
     def decode(self, token_ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """One token per row, written to the memory at its position and attending up to it.

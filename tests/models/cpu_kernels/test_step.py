@@ -181,6 +181,29 @@ def decoded_after(view: DecoderView, ids: list[list[int]], starts: list[int], ro
     return torch.stack(logits, dim=1)
 
 
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+def test_the_rest_of_a_prompt_is_its_tokens_one_by_one(compute_dtype: torch.dtype | None) -> None:
+    """Bit for bit, whatever shares the forward, and however many threads compute it."""
+    view = DecoderView(make(), native=True, compute_dtype=compute_dtype)
+    ids, starts = some_rows(61, steps=7)  # blocks of rows begin within a sequence
+    one_by_one, ends = decoded(view, ids, starts), torch.arange(61) % 7
+    prompts = [tuple(row[: start + end + 1]) for row, start, end in zip(ids, starts, ends.tolist(), strict=True)]
+    with torch.inference_mode():
+        kv = view.prefill([tuple(row[:start]) for row, start in zip(ids, starts, strict=True)])
+    prefixes = [(kv.keys[:, row, :, :start], kv.values[:, row, :, :start]) for row, start in enumerate(starts)]
+    threads = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2, 5):
+            torch.set_num_threads(num_threads)
+            with torch.inference_mode():
+                for rows in (slice(61), slice(6, 7), slice(20, 23)):
+                    made = view.prefill_after(prompts[rows], prefixes[rows])
+                    expected = one_by_one[torch.arange(61), ends][rows]
+                    assert torch.equal(view.logits(made.hidden), expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_the_memory_may_be_a_window_of_a_larger_one() -> None:
     view = native_view(make())
     with torch.inference_mode():

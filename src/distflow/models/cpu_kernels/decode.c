@@ -1,6 +1,6 @@
-/* One decode step of a Llama-like decoder, see `step.py`. All is kept in float32. With `halves` what products take, of
-   weights and of numbers, and what they make is rounded to bfloat16, and so is what a gate makes: as autocast does, by
-   which the trainer computes. Values are such products, and kept so.
+/* One decode step of a Llama-like decoder, see `decode_step.py`. All is kept in float32. With `halves` what products
+   take, of weights and of numbers, and what they make is rounded to bfloat16, and so is what a gate makes: as autocast
+   does, by which the trainer computes. Values are such products, and kept so.
 
    Each sum is taken in an order that neither the number of rows, nor that of threads, nor the memory behind a row's
    position has a say in: a row's bits are its own. With many rows each thread has rows of its own, from the embedding to
@@ -144,10 +144,10 @@ static inline __attribute__((always_inline)) void mix(const float *query, const 
     }
 }
 
-/* Normed and rotated queries, in place; keys and values into the memory; then attention. */
-static void attend_row(const Model *model, const Layer *layer, const Memory *memory, int64_t offset, int64_t position,
-                       float *projected, float *scores, float *mixed) {
-    const int64_t head_dim = model->head_dim, group = model->heads / model->kv_heads;
+/* Normed and rotated queries, in place; keys and values into the memory. */
+static void place_row(const Model *model, const Layer *layer, const Memory *memory, int64_t offset, int64_t position,
+                      float *projected) {
+    const int64_t head_dim = model->head_dim;
     const float *cos = memory->cos + position * head_dim, *sin = memory->sin + position * head_dim;
     for (int64_t head = 0; head < model->heads + model->kv_heads; head++) {
         float *x = projected + head * head_dim;
@@ -159,14 +159,23 @@ static void attend_row(const Model *model, const Layer *layer, const Memory *mem
     const float *made_keys = projected + model->heads * head_dim, *made_values = made_keys + model->kv_heads * head_dim;
     for (int64_t kv_head = 0; kv_head < model->kv_heads; kv_head++) {
         const int64_t place = offset + kv_head * memory->head_stride;
-        float *keys = memory->keys + place;
         void *values = (char *)memory->values + place * (model->halves ? 2 : 4);
-        memcpy(keys + position * head_dim, made_keys + kv_head * head_dim, head_dim * sizeof(float));
+        memcpy(memory->keys + place + position * head_dim, made_keys + kv_head * head_dim, head_dim * sizeof(float));
         write_numbers(made_values + kv_head * head_dim, head_dim, values, position * head_dim, model->halves);
+    }
+}
+
+static void attend_row(const Model *model, const Memory *memory, int64_t offset, int64_t position,
+                       const float *queries, float *scores, float *mixed) {
+    const int64_t head_dim = model->head_dim, group = model->heads / model->kv_heads;
+    for (int64_t kv_head = 0; kv_head < model->kv_heads; kv_head++) {
+        const int64_t place = offset + kv_head * memory->head_stride;
+        const float *keys = memory->keys + place;
+        const void *values = (const char *)memory->values + place * (model->halves ? 2 : 4);
         const float *next = kv_head + 1 < model->kv_heads ? keys + memory->head_stride
                                                           : memory->keys + offset + memory->row_stride;
         for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
-            const float *query = projected + head * head_dim;
+            const float *query = queries + head * head_dim;
             float *to = mixed + head * head_dim;
             if (model->halves) mix(query, keys, values, next, model->scaling, position + 1, head_dim, scores, to, 1);
             else mix(query, keys, values, next, model->scaling, position + 1, head_dim, scores, to, 0);
@@ -183,22 +192,24 @@ int64_t scratch_size(const Model *model, int64_t extent) {
     return CHUNK * (model->hidden + all + queries + 3 * model->intermediate + pairs) + up(extent, LANES);
 }
 
-/* hidden: (rows, hidden), after the final norm. positions: of the rows' tokens. 0, or 1 and nothing done: a token is
-   outside of the vocabulary, or a position of the memory's `extent`. */
+/* hidden: (rows, hidden), after the final norm. positions: of the rows' tokens. width: tokens of a sequence, which follow
+   one another, and share a row of the memory: each finds the keys before it, since a thread takes whole sequences, or
+   all threads meet when the keys are placed. 0, or 1 and nothing done: a token is outside of the vocabulary, or a position of the memory's `extent`. */
 int decode(const Model *model, const Memory *memory, const int64_t *tokens, const int64_t *positions, int64_t rows,
-           int64_t extent, float *hidden, float *scratch, int64_t threads) {
+           int64_t width, int64_t extent, float *hidden, float *scratch, int64_t threads) {
     const int64_t size = model->hidden, inner = model->intermediate, queries = model->heads * model->head_dim;
     const int64_t all = queries + 2 * model->kv_heads * model->head_dim;
     for (int64_t row = 0; row < rows; row++)
         if (tokens[row] < 0 || tokens[row] >= model->vocabulary || positions[row] < 0 || positions[row] >= extent)
             return 1;
     const Norm norm = {model->norm, NULL, size, model->epsilon};
-    const int together = threads > 1 && rows < threads * TILE;
+    const int together = threads > 1 && (rows < threads * TILE || rows / width < threads);
 #pragma omp parallel num_threads(threads)
     {
         const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
         const int64_t member = together ? thread : 0, members = together ? team : 1;
-        const Range mine = together ? (Range){0, rows} : share(rows);
+        const Range whole = share(rows / width);
+        const Range mine = together ? (Range){0, rows} : (Range){whole.first * width, whole.last * width};
         float *normed = scratch + (together ? 0 : thread) * scratch_size(model, extent);
         float *projected = normed + CHUNK * size, *mixed = projected + CHUNK * all;
         float *gate_up = mixed + CHUNK * queries, *gated = gate_up + CHUNK * 2 * inner;
@@ -226,9 +237,13 @@ int decode(const Model *model, const Memory *memory, const int64_t *tokens, cons
                 MEET;
                 apply(&layer->query_key_value, given, projected, count, PANELS(query_key_value), 0);
                 MEET;
+#define OFFSET(row) (index * memory->layer_stride + (first + row) / width * memory->row_stride)
                 for (int64_t row = own.first; row < own.last; row++)
-                    attend_row(model, layer, memory, index * memory->layer_stride + (first + row) * memory->row_stride,
-                               positions[first + row], projected + row * all, scores, mixed + row * queries);
+                    place_row(model, layer, memory, OFFSET(row), positions[first + row], projected + row * all);
+                if (width > 1) MEET;
+                for (int64_t row = own.first; row < own.last; row++)
+                    attend_row(model, memory, OFFSET(row), positions[first + row], projected + row * all, scores,
+                               mixed + row * queries);
                 given = operand(&layer->output, mixed, own, pairs);
                 MEET;
                 apply(&layer->output, given, x, count, PANELS(output), 1);

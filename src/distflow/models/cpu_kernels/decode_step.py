@@ -84,7 +84,8 @@ class NativeStep:
     def decode(
         self, token_ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor:
-        """As `DecoderView.decode`. cos, sin: `(positions, head_dim)`, the sines of the first half negative.
+        """As `DecoderView.decode`, and with several tokens per row of the memory, one after the other: those of a
+        prompt after its prefix. cos, sin: `(positions, head_dim)`, the sines of the first half negative.
 
         Raises IndexError for an invalid token or position, and ValueError for keys or values that are not contiguous
         per head, differ in their strides, or have the wrong dtype.
@@ -100,7 +101,8 @@ class NativeStep:
             self._scratch = torch.empty(wanted)
         hidden = torch.empty(rows, model.hidden)
         memory = _Memory(keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], cos.data_ptr(), sin.data_ptr())
-        if call("decode", model, memory, token_ids, positions, rows, extent, hidden, self._scratch):
+        width = max(1, rows // keys.shape[1])
+        if call("decode", model, memory, token_ids, positions, rows, width, extent, hidden, self._scratch):
             raise IndexError(f"a token is not below {model.vocabulary}, or a position not below {extent}")
         return hidden
 
