@@ -1,5 +1,7 @@
 """Starting where a run was: it is done, it is another, it starts anew, it resumes from elsewhere."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,8 @@ import pytest
 from distflow.errors import UserError
 from distflow.launch.one_process_launcher import launch_local
 from distflow.observe.run_reader import read_events, read_metrics, sample_steps
+from distflow.runtime.checkpoint.checkpoint_store import CheckpointError
+from distflow.runtime.checkpoint.files import describe, read_manifest, write_manifest
 from distflow.runtime.spec import LaunchOptions, Outcome
 from tests.e2e.runs import Playground
 from tests.ledger_audit import verify
@@ -121,3 +125,33 @@ def test_the_end_of_another_run_is_no_start(ground: Playground) -> None:
     launch(ground, f"{STEPS}=1", name="source")
     with pytest.raises(UserError, match=f"nothing is left to do(.|\n)*{STEPS}=2"):
         launch(ground, f"{STEPS}=1", resume=str(ground.folder / "source"))
+
+
+SCHEDULERS = [
+    {"step": "two"},
+    {"dropped": "x"},
+    {"live": "x"},
+    {"plan": "x"},
+    {"ledger": {"offset": 3}},
+    {"restart": None},
+]
+
+
+@pytest.mark.parametrize("state", one_fast_in(len(SCHEDULERS), SCHEDULERS))
+def test_a_checkpoint_with_another_state_of_the_scheduler_is_refused(
+    ground: Playground, state: dict[str, object]
+) -> None:
+    """Its checksums fit, as if another version had written it."""
+    launch(ground, f"{STEPS}=1")
+    checkpoint = ground.folder / "run" / "checkpoints" / "step-000001"
+    run = json.loads((checkpoint / "run.json").read_bytes())
+    run["coordinator"] |= state
+    (checkpoint / "run.json").write_text(json.dumps(run))
+    manifest = read_manifest(checkpoint)
+    write_manifest(
+        checkpoint, replace(manifest, files={**manifest.files, "run.json": describe(checkpoint / "run.json")})
+    )
+    before = (ground.folder / "run" / "ledger.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match="does not have the format of this version"):
+        launch(ground, f"{STEPS}=2")
+    assert (ground.folder / "run" / "ledger.jsonl").read_bytes() == before

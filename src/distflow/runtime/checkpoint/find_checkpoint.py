@@ -70,9 +70,10 @@ def before_damage(chosen: Checkpoint, mode: str, ledger: Path) -> Checkpoint:
 
 
 def is_done(checkpoint: Checkpoint, spec: Spec) -> bool:
-    """Whether no steps of the run are left after a checkpoint."""
+    """Whether no steps of the run are left after a checkpoint. Raises CheckpointError if it cannot be resumed from."""
     snapshot = _snapshot(checkpoint)
-    return Coordinator(remaining_plan(spec.data, snapshot), None, snapshot).finished
+    with checkpoint.reading():
+        return Coordinator(remaining_plan(spec.data, snapshot), None, snapshot).finished
 
 
 def remaining_plan(plan: DataPlan, snapshot: Snapshot) -> DataPlan:
@@ -122,6 +123,7 @@ def as_list(ways: Mapping[str, str]) -> str:
 def _snapshot(checkpoint: Checkpoint) -> Snapshot:
     with checkpoint.reading():
         snapshot: Snapshot = checkpoint.load("run")["coordinator"]
+        mark_of(snapshot)
         return snapshot
 
 
