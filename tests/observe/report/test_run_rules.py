@@ -113,6 +113,14 @@ def test_while_a_run_goes_on_each_obstacle_is_reported_once() -> None:
     assert "truncated at 64 tokens, over the last 2 steps" in cut and "Raise data.max_response_length" in cut
 
 
+def test_an_obstacle_of_the_last_steps_names_these_steps() -> None:
+    live, said = StepRules({}), list[str]()
+    for step in range(1, 41):
+        reward = {"reward/max": float(step <= 20), "reward/min": 0.0, "actor/grad_norm": 0.1}
+        said += [each.text for each in live.step(step, reward)]
+    assert said == ["The reward was 0 for every response of steps 21 to 28: there was nothing to learn from."]
+
+
 def test_a_sound_run_is_told_nothing_and_a_still_one_why() -> None:
     sound, still, said = StepRules({}), StepRules({}), list[str]()
     for step in range(1, 31):

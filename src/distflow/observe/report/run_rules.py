@@ -137,14 +137,14 @@ def truncation(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
 
 
 def constant_reward(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
-    """A reward that was the same for every response of the run."""
+    """A reward that was the same for every response of all these steps."""
     highest, lowest = known_values(steps, "reward/max"), known_values(steps, "reward/min")
     if not highest or not lowest or max(highest) - min(lowest) > 1e-9 * max(1.0, abs(max(highest))):
         return None
     value = max(highest)
     path = _at(config, "custom_reward_function", "path")
     function = f"the reward function ({path})" if path else "the reward function"
-    everything = f"every response of {'all ' if len(highest) > 1 else ''}{_count(len(highest), 'step')}"
+    everything = f"every response of {_which(steps, 'reward/max')}"
     advice = f"It does not distinguish better responses from worse: check what {function} returns for a few."
     if value == 0:
         advice = (
@@ -156,10 +156,10 @@ def constant_reward(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
 
 
 def no_update(steps: Steps) -> Finding | None:
-    """A run whose optimizer steps changed nothing; with at most two steps a schedule may be the reason."""
+    """Optimizer steps that changed nothing; with at most two steps a schedule may be the reason."""
     for role in ("actor", "sft", "rm"):
         norms, rates = (known_values(steps, f"{role}/{name}") for name in ("grad_norm", "lr"))
-        nothing = f"Nothing was learned in all {_count(len(norms), 'step')}"
+        nothing = f"Nothing was learned in {_which(steps, f'{role}/grad_norm')}"
         if len(rates) > 2 and not any(rates):
             advice = "Raise actor_rollout_ref.actor.optim.lr."
             return Finding("bad", f"{nothing}: the learning rate was 0.", advice, hinders=True)
@@ -313,6 +313,14 @@ def _at(config: Mapping[str, JSON], *names: str) -> JSON:
 
 def _last_quarter(values: Sequence[float]) -> Sequence[float]:
     return values[-max(len(values) // 4, 1) :]
+
+
+def _which(steps: Steps, metric: str) -> str:
+    """The steps with the metric in words: all of a run, or the last ones of a run in progress."""
+    known = sorted(step for step, values in steps.items() if metric in values)
+    if len(known) > 1 and known[0] > 1:
+        return f"steps {known[0]:,} to {known[-1]:,}"
+    return f"{'all ' if len(known) > 1 else ''}{_count(len(known), 'step')}"
 
 
 def _over(values: Sequence[float]) -> str:
