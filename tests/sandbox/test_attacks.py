@@ -47,7 +47,7 @@ def open_files(pid: int) -> int:
 
 
 def state(sandbox: Sandbox) -> tuple[object, ...]:
-    server = sandbox.server_pid
+    server = sandbox._server.pid
     everyone = {server, *family(server)}
     made = [folder for folder in SHARED if os.path.exists(os.path.join(folder, MADE))]
     shared = [Path(f"/proc/sysvipc/{kind}").read_text().count("\n") for kind in ("shm", "sem", "msg")]
