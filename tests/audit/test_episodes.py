@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distflow.environments import environment_workflow
+from distflow.environments import environment_workflow, tool_workflow, workflows
 from distflow.environments.chat import Chat
 from distflow.environments.turn_encoding import TurnTokens
 from distflow.environments.user_process import UserProcess
@@ -262,3 +262,97 @@ def test_validation_episodes_that_end_after_a_turn(tmp_path: Path, monkeypatch: 
     says = r"\(validation\): sample 0 of row \d+ of .* counts as ended by itself after 1 turns"
     with pytest.raises(TrustError, match=says) if is_planted else nullcontext():
         playground.run("grpo", *keys, *val)
+
+
+STOPPED = """
+async def stopped(chat, row, reward_fn):
+    await chat.ask(row.prompt, max_tokens=6, stop=list("abcdefghijklmnopqrstuvwxyz"))
+    return await reward_fn(await chat.ask("=?", max_tokens=4))
+"""
+
+
+def without_stops(patch: Patch) -> None:
+    original = workflow_rollout.EpisodeRequests.ask
+
+    async def planted(self: Any, index: int, fork: str, prompt: Any, most: int, stop: Any, *more: Any) -> Any:
+        return await original(self, index, fork, prompt, most, (), *more)
+
+    patch.setattr(workflow_rollout.EpisodeRequests, "ask", planted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_stops_of_a_call_that_are_lost(tmp_path: Path, monkeypatch: Patch, is_planted: bool) -> None:
+    playground = Playground(tmp_path)
+    (tmp_path / "flows.py").write_text(STOPPED)
+    if is_planted:
+        without_stops(monkeypatch)
+    says = r"\(episodes\): a reply of sample \S+ goes on after '.', which should end it"
+    with pytest.raises(TrustError, match=says) if is_planted else nullcontext():
+        playground.run("grpo", f"{WORKFLOW}={tmp_path}/flows.py:stopped", *SHORT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"system_prompt": "s:"}, r"the agent 'checker' of sample \S+ began with .*'s:'.*, but by its settings with"),
+        ({"max_tokens": None}, r"a reply of sample \S+ has \d+ tokens, but the workflow asked for at most 3, or its"),
+        ({}, ""),
+    ],
+)
+def test_settings_of_another_agent(tmp_path: Path, monkeypatch: Patch, change: dict[str, Any], says: str) -> None:
+    begin_agents = workflows.begin_agents
+
+    def planted(chat: Any, agents: Any) -> Any:
+        return begin_agents(chat, {name: replace(each, **change) for name, each in agents.items()})
+
+    monkeypatch.setattr(workflows, "begin_agents", planted)
+    checker = "{policy: checker, system_prompt: 'c:', max_tokens: 3}"
+    agents = f"actor_rollout_ref.rollout.agents={{solver: {{system_prompt: 's:'}}, checker: {checker}}}"
+    keys = (agents, "data.max_prompt_length=100")
+    with pytest.raises(TrustError, match=rf"\(episodes\): {says}") if change else nullcontext():
+        Playground(tmp_path).run("multi_agent", *keys, *SHORT[::2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_a_domain_with_the_workflow_of_another(tmp_path: Path, monkeypatch: Patch, is_planted: bool) -> None:
+    original = workflows.ByDomain.__call__
+
+    async def planted(self: Any, chat: Any, row: Any, reward_fn: Any = None) -> Any:
+        return await original(self, chat, replace(row, domain="other") if is_planted else row, reward_fn)
+
+    monkeypatch.setattr(workflows.ByDomain, "__call__", planted)
+    playground = Playground(tmp_path)
+    playground.write_rows([{"prompt": f"{i}:", "answer": "7", "domain": "ab"[i % 2]} for i in range(12)])
+    flows = "{a: single_turn, default: {workflow: multi_turn, max_turns: 2, feedback: 'no'}}"
+    keys = (f"{WORKFLOW}=by_domain", f"{WORKFLOW}_kwargs={flows}", "data.domain_key=domain")
+    stop = "actor_rollout_ref.rollout.stop=[a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,p]"
+    with (
+        pytest.raises(TrustError, match=r"\(episodes\): sample \S+ ended \(\w+\) after 2 of 1 turns")
+        if is_planted
+        else nullcontext()
+    ):
+        playground.run("grpo", *keys, stop, *SHORT)
+
+
+@pytest.mark.slow
+def test_a_call_of_a_tool_that_is_left_out(tmp_path: Path, monkeypatch: Patch) -> None:
+    find = tool_workflow.find_tool_calls
+    monkeypatch.setattr(tool_workflow, "find_tool_calls", lambda text, form: find(text, form)[:1])
+    keys = (f"actor_rollout_ref.model.path={tmp_path}/caller", "actor_rollout_ref.model.init=random")
+    tools = f"{WORKFLOW}_kwargs={{tools: [calculator], max_turns: 3, format: hermes}}"
+    more = ("data.max_response_length=160", "data.max_prompt_length=32", f"{WORKFLOW}=tools")
+    with pytest.raises(TrustError, match=r"\(episodes\): a reply has \d calls of tools in sample \S+, but 1 of them"):
+        Callers(tmp_path).run("grpo", *CHAT, *keys, tools, *more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_episodes_that_are_truncated_too_early(tmp_path: Path, monkeypatch: Patch, is_planted: bool) -> None:
+    room = Chat.response_left.fget
+    monkeypatch.setattr(Chat, "response_left", property(lambda chat: room(chat) - 7 * is_planted))  # type: ignore[misc]
+    says = r"\(episodes\): sample \S+ counts as truncated, but 7 more tokens fit into its response"
+    with pytest.raises(TrustError, match=says) if is_planted else nullcontext():
+        Playground(tmp_path).run("grpo", f"{WORKFLOW}=multi_turn", *SHORT)

@@ -4,7 +4,7 @@ what the user's process received and returned, the reward of each turn, and whic
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from operator import eq
 from typing import Any, NamedTuple
 
@@ -23,13 +23,16 @@ from distflow.audit.recorded_step import (
     index_of,
 )
 from distflow.audit.samples import parts_of_domain
-from distflow.builtin_names import PROMPT_CHAT
-from distflow.config.keys.actor_rollout_ref_and_critic import RolloutConfig
+from distflow.builtin_names import PROMPT_CHAT, ROLLOUT_ENGINES
+from distflow.config.derived_settings import response_limit
+from distflow.config.keys.actor_rollout_ref_and_critic import AgentConfig, RolloutConfig
+from distflow.environments.tool_calls import find_tool_calls, format_of
+from distflow.environments.turn_encoding import TurnTokens
 from distflow.rewards.reward_results import Score
 
 MOST, FEW = 16, 2
 _QUESTION, _REPLY = "a question of the audit", "a reply of the audit"
-MAX_TURNS = {"environment": 16, "multi_turn": 3, "tools": 8}
+MAX_TURNS = {"environment": 16, "multi_turn": 3, "single_turn": 1, "tools": 8}
 """Default of each workflow, unless `workflow_kwargs` sets it."""
 FEEDBACK = "That is not correct. Try again."
 
@@ -49,9 +52,11 @@ class Said(NamedTuple):
     "episodes",
     "the tokens before each turn equal the workflow's messages, rendered again by independent code; an environment was "
     "reset with its row's seed and received each reply; observations and results of tools were passed on unchanged; "
-    "each turn has its own reward, and at most the tokens that were asked for; the checker of `solver_checker` was "
-    "asked about the solver's reply, and earns 1 if it agrees with the accuracy; a simulator began with its row's seed "
-    "and executed the bins of the drawn tokens; the scored text is the reply that the workflow passed",
+    "each turn has its own reward, at most the tokens that were asked for, and ends at a stop; an agent begins with "
+    "its system prompt; all calls of tools were answered; a domain has its own workflow; the checker of "
+    "`solver_checker` was asked about the solver's reply, and earns 1 if it agrees with the accuracy; a simulator "
+    "began with its row's seed and executed the bins of the drawn tokens; the scored text is the reply that the "
+    "workflow passed",
     needs="a workflow other than AReaL's, and samples that this process generated; for tokens a fast tokenizer",
     limit=f"equal, {MOST} samples",
 )
@@ -72,9 +77,11 @@ def audit_episodes(recorded: RecordedStep) -> str | None:
             check_tokens(sample, "turn_index", wanted, sample["turn_index"] != wanted, ", the number of its turn")
         _check_scored_text(recorded, sample)
         _check_replies(recorded, sample)
+        _check_room(recorded, sample, turns[-1].place)
         if sample["reward_errors"] is None and bool(sample["valid"]):
             _check_limits(recorded, sample, turns)
-            OWN_CHECKS.get(workflow, _nothing)(recorded, sample, turns)
+            name, _ = workflow_of(recorded.config.actor_rollout_ref.rollout, sample["domain"])
+            OWN_CHECKS.get(name, _nothing)(recorded, sample, turns)
     return None if seen else "no episode's events are known"
 
 
@@ -225,27 +232,82 @@ def _check_scored_text(recorded: RecordedStep, sample: Sample) -> None:
 
 
 def _check_replies(recorded: RecordedStep, sample: Sample) -> None:
-    for most, number in (each[2:] for each in _events(recorded, sample) if each[0] == "limit"):
-        if most is not None and number > most:
-            who = f"a reply of sample {sample['uid']}"
-            raise Wrong(f"{who} has {number} tokens, but the workflow asked for at most {most} (max_tokens)")
+    """A reply has at most the tokens that its call and its agent allow, and does not go on after a stop of one of them;
+    an agent begins with its system prompt."""
+    rollout, own_stops = recorded.config.actor_rollout_ref.rollout, recorded.sampling(sample).stop
+    decode, is_here = recorded.run.resources.tokenizer.decode, not ROLLOUT_ENGINES[rollout.name].in_server
+    for kind, name, *values in (each for each in _events(recorded, sample) if each[0] in ("forked", "limit")):
+        agent = _agent(rollout, name)
+        if kind == "forked" and agent is not None and (name in rollout.agents or not name):
+            wanted = [{"role": "system", "content": agent.system_prompt}] if agent.system_prompt else []
+            if values[1] != wanted:
+                who = f"the agent '{name or next(iter(rollout.agents))}' of sample {sample['uid']}"
+                raise Wrong(f"{who} began with {values[1]!r:.160}, but by its settings with {wanted!r:.160}")
+        if kind == "limit":
+            asked, stops, ids = values
+            most = _most_tokens(rollout, name, asked)
+            who, text = f"a reply of sample {sample['uid']}", decode(list(ids[:-1]))
+            if len(ids) > most:
+                what = f"has {len(ids)} tokens, but the workflow asked for at most {most}"
+                raise Wrong(f"{who} {what}, or its agent has this limit (max_tokens)")
+            stops = (*stops, *own_stops, *(agent.stop if agent is not None else ()))
+            late = [each for each in stops if each in (text if isinstance(each, str) else ids[:-1])]
+            if is_here and late:
+                raise Wrong(f"{who} goes on after {late[0]!r}, which should end it: {text!r:.80}")
+
+
+def _agent(rollout: RolloutConfig, name: str) -> AgentConfig | None:
+    """The agent that has the conversation of this name."""
+    return rollout.agents.get(name.partition(".")[0], next(iter(rollout.agents.values()), None))
+
+
+def _most_tokens(rollout: RolloutConfig, name: str, asked: int | None) -> float:
+    """Tokens that a reply may have by its call and its agent."""
+    agent = _agent(rollout, name)
+    limits = asked, None if agent is None else agent.max_tokens
+    return min((each for each in limits if each is not None), default=math.inf)
+
+
+def _check_room(recorded: RecordedStep, sample: Sample, last: RecordedTurn) -> None:
+    """An episode of one conversation is truncated only where its response, or its context, is full. Not checked if a
+    reply has as many tokens as its call or agent allows: the next message may not have fit."""
+    rollout = recorded.config.actor_rollout_ref.rollout
+    limits = [event[1:] for event in _events(recorded, sample) if event[0] == "limit"]
+    if any(len(ids) >= _most_tokens(rollout, name, asked) for name, asked, _, ids in limits):
+        return
+    data, most = recorded.config.data, response_limit(recorded.config, sample["domain"])
+    left = min(most - last.end, data.max_prompt_length + most - last.end - len(sample["prompt_ids"]))
+    is_cut = sample["finish_reason"] == last.generation.finish_reason == "length"
+    if is_cut and left > 0 and not sample.get("forks"):
+        raise Wrong(f"sample {sample['uid']} counts as truncated, but {left} more tokens fit into its response")
 
 
 def _check_limits(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
     rollout = recorded.config.actor_rollout_ref.rollout
-    if wrong := wrong_end(rollout, len(turns), sample["finish_reason"], float(sample["acc"])):
+    if wrong := wrong_end(rollout, sample["domain"], len(turns), sample["finish_reason"], float(sample["acc"])):
         raise Wrong(f"sample {sample['uid']} {wrong}")
-    feedback = rollout.workflow_kwargs.get("feedback", FEEDBACK)
-    if rollout.workflow == "multi_turn" and any(turn.said != feedback for turn in turns[1:]):
+    workflow, kwargs = workflow_of(rollout, sample["domain"])
+    feedback = kwargs.get("feedback", FEEDBACK)
+    if workflow == "multi_turn" and any(turn.said != feedback for turn in turns[1:]):
         raise Wrong(f"sample {sample['uid']} was told different feedback than {feedback!r}")
 
 
-def wrong_end(rollout: RolloutConfig, turns: int, reason: str, accuracy: float) -> str:
+def workflow_of(rollout: RolloutConfig, domain: str) -> tuple[str, Mapping[str, Any]]:
+    """The workflow of a domain, with its options."""
+    name, options = rollout.workflow or "", rollout.workflow_kwargs
+    if name != "by_domain":
+        return name, options
+    entry: Any = options.get(domain, options.get("default", ""))
+    return (str(entry["workflow"]), entry) if isinstance(entry, Mapping) else (str(entry), {})
+
+
+def wrong_end(rollout: RolloutConfig, domain: str, turns: int, reason: str, accuracy: float) -> str:
     """Why an episode of a built-in workflow must not end so; empty if it may."""
-    most: Any = rollout.workflow_kwargs.get("max_turns", MAX_TURNS.get(rollout.workflow or "", math.inf))
-    if rollout.workflow in MAX_TURNS and (turns > most or (reason == "max_turns" and turns != most)):
+    workflow, options = workflow_of(rollout, domain)
+    most: Any = options.get("max_turns", MAX_TURNS.get(workflow, math.inf))
+    if workflow in MAX_TURNS and (turns > most or (reason == "max_turns" and turns != most)):
         return f"ended ({reason}) after {turns} of {most} turns"
-    if rollout.workflow == "multi_turn" and reason == "stop" and accuracy < 1 - 1e-6:
+    if workflow == "multi_turn" and reason == "stop" and accuracy < 1 - 1e-6:
         return f"counts as ended by itself after {turns} turns, but its answer is wrong"
     return ""
 
@@ -289,6 +351,12 @@ def _check_tools(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) 
     process (errors, the sandbox's)."""
     told, answers = [str(message["content"]) for turn in turns[1:] for message in turn.said], []
     left, who = _called(recorded, sample, "call"), f"in sample {sample['uid']}"
+    _, options = workflow_of(recorded.config.actor_rollout_ref.rollout, sample["domain"])
+    tokens = TurnTokens(recorded.run.resources.tokenizer, recorded.run.resources.stop_token_ids, {})
+    form = options.get("format") or format_of(tokens.tool_template(turns[0].tools))
+    for turn, after in pairwise(turns):
+        if (number := len(find_tool_calls(tokens.written(turn.drawn), form))) != len(after.said):
+            raise Wrong(f"a reply has {number} calls of tools {who}, but {len(after.said)} of them were answered")
     for kind, name, *texts in _events(recorded, sample):
         answers += [(name, texts[0])] if kind == "answered" else []
     for (name, text), found in zip(answers, told, strict=False):

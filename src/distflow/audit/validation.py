@@ -95,7 +95,8 @@ def _wrong_episode(run: AuditedRun, record: GroupRecord, index: int, row: Mappin
     turns = sum(bool(event[0] == "turn" and event[-1]) for event in record.events.get(index, ()))
     if not turns or not row or row["errors"] is not None or row["acc"] is None:
         return ""
-    return wrong_end(run.spec.config.actor_rollout_ref.rollout, turns, row["finish_reason"], row["acc"])
+    rollout = run.spec.config.actor_rollout_ref.rollout
+    return wrong_end(rollout, row["domain"], turns, row["finish_reason"], row["acc"])
 
 
 def _wrong_request(run: AuditedRun, record: GroupRecord, asked: PromptRow) -> str:

@@ -8,6 +8,7 @@ on_event: ContextVar[Callable[..., None] | None] = ContextVar("on_event", defaul
 
 - turn: the conversation's name, whether it uses the template, the workflow's content, the tools, the reply's tokens
 - forked: the fork's name, its initial tokens, the messages of its history
+- limit: the conversation's name, what its call asked for (max_tokens, stops), the reply's tokens
 - kept: the conversation's name, how many tokens of its last reply had an effect
 - paid: the conversation's name, the reward of its last turn
 - called: a method of the process with user code, the arguments, the result

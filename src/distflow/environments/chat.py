@@ -184,7 +184,7 @@ class Chat:
             self.segments.append(Segment(owner, given, images=tuple(images)))
         self.segments.append(replace(drawn, turn=turn))
         note_event("turn", self.name, self.templated, said, self.tools, drawn.token_ids)
-        note_event("limit", self.name, max_tokens, len(drawn.token_ids))
+        note_event("limit", self.name, max_tokens, tuple(stop), drawn.token_ids)
         reply = Reply(self.tokens.decode(drawn.token_ids), drawn.token_ids, reason)
         self.messages += [*messages, reply.message]
         self._replied(reply)
