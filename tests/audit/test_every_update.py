@@ -28,7 +28,7 @@ from distflow.runtime.worker import Worker
 from distflow.scheduling.admission import Admission
 from distflow.scheduling.domain_queue import DomainQueue
 from distflow.training import torch_engine
-from distflow.training.torch_engine import TorchTrainEngine
+from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
 from tests.e2e.planting import plant_behind, plant_from
 from tests.e2e.runs import Playground
 
@@ -501,3 +501,23 @@ def test_more_groups_at_once_than_the_config_allows(
     keys = ("async.max_staleness=2", "async.max_concurrent_rollouts=1")
     with pytest.raises(TrustError, match=r"\d+ groups ran at once, but") if is_planted else nullcontext():
         playground.run("grpo", *TWO, *keys)
+
+
+@slow
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_pairs_that_are_validated_by_another_tokens_score(tmp_path: Path, monkeypatch: Patch, is_planted: bool) -> None:
+    forward = TorchScorer.forward
+
+    def planted(self: TorchScorer, batch: Batch, outputs: tuple[str, ...]) -> Batch:
+        scored = forward(self, batch, outputs)
+        scored["text_scores"] = scored.flat("text_scores").roll(int(is_planted))
+        return scored
+
+    monkeypatch.setattr(TorchScorer, "forward", planted)
+    playground = Playground(tmp_path)
+    playground.write_rows([{"prompt": f"a{i}", "chosen": f"yes{i}", "rejected": f"no{i}"} for i in range(16)])
+    none = ("~reward.functions", "~custom_reward_function.path", "~reward.num_workers", "~actor_rollout_ref.rollout.n")
+    keys = ("data.max_prompt_length=32", "data.max_response_length=32", "trainer.total_training_steps=2", *VALIDATING)
+    says = r"\(validation\): the chosen text of row \d+ of 'val' has the score"
+    with pytest.raises(TrustError, match=says) if is_planted else nullcontext():
+        playground.run("rm", *none, *keys, f"data.val_files={tmp_path}/rows.jsonl")

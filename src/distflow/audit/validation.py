@@ -137,8 +137,8 @@ def _wrong_request(run: AuditedRun, record: GroupRecord, asked: PromptRow) -> st
     "each validation prompt was generated once as configured, greedily or sampled, by the newest weights, and "
     "scored against its own ground truth; episodes of built-in workflows end as they may; the tokens of a drawn "
     "greedy response are the most likely ones; the reported accuracies follow from the recorded scores; a loss is the "
-    "mean over all tokens of the data's responses, and on one row equals that of the model's own forward pass; "
-    "trainer.keep_best compares checkpoints by these numbers",
+    "mean over all tokens of the data's responses; on one row it, or the scores of a reward model, equal those of the "
+    "model's own forward pass; trainer.keep_best compares checkpoints by these numbers",
     needs="for requests and scores the built-in nodes",
     limit=f"{LIMIT:g}",
 )
@@ -166,8 +166,8 @@ def audit_validation(seen: Validated) -> str | None:
             raise Wrong(f"{who} {wrong}")
         if set(row["versions"]) - {seen.version}:
             raise Wrong(f"{who} is of weight version {row['versions']}, and {seen.version} is the newest")
-    if is_loss:
-        _check_loss(seen, sets)
+    if is_loss or "rm/val_loss" in seen.metrics:
+        (_check_loss if is_loss else _check_pair)(seen, sets)
     for row in seen.rows:
         if "drawn" in row:
             _check_greedy(seen, row)
@@ -227,6 +227,23 @@ def _check_loss(seen: Validated, sets: Mapping[str, Sequence[PromptRow]]) -> Non
             f"row {row['row']} of '{row['set']}' has the loss {row['loss']:.6g}, but {expected:.6g} by the model's own "
             "forward: it is of other weights, another temperature or other tokens"
         )
+
+
+def _check_pair(seen: Validated, sets: Mapping[str, Sequence[PromptRow]]) -> None:
+    """Check that the scores of a drawn pair are those of the last tokens by the reward model's own forward."""
+    actor, row = seen.run.resources.actor, random.Random(seen.version).choice(seen.rows)
+    if not isinstance(actor, OpenEngine) or is_spread(actor.model):
+        return
+    answer = sets[row["set"]][row["row"]]
+    for name, ids in (("chosen", answer.response_ids or ()), ("rejected", answer.rejected_ids or ())):
+        # Row i of the output is that of the token before response token i: one more token gives that of the last.
+        sample = {"prompt_ids": torch.tensor(answer.prompt_ids), "response_ids": torch.tensor([*ids, 0]), "images": []}
+        (score,) = forward_samples(seen.run, actor, [sample], lambda logits, _: float(logits[-1, 0]))
+        if not abs(row[name] - score) <= (EXACT if seen.run.is_exact else ROUNDED)[0] * max(abs(score), 1.0):
+            raise Wrong(
+                f"the {name} text of row {row['row']} of '{row['set']}' has the score {row[name]:.6g}, but {score:.6g} "
+                "by the model's own forward at its last token: it is of another token or text, or of other weights"
+            )
 
 
 def _check_greedy(seen: Validated, row: Mapping[str, Any]) -> None:
