@@ -14,7 +14,10 @@ import torch
 from distflow.algorithms import objectives
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.audit.audit_schedule import AuditSchedule, Depth
+from distflow.audit.optimizer_steps import _check_reach
 from distflow.audit.record_calls_and_updates import GradientWatch, UpdateRecord, striped, trained
+from distflow.audit.recorded_step import Wrong
+from distflow.config.keys.actor_rollout_ref_and_critic import OptimConfig
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.pipelines.nodes import rollout_reward_filter
@@ -521,3 +524,39 @@ def test_pairs_that_are_validated_by_another_tokens_score(tmp_path: Path, monkey
     says = r"\(validation\): the chosen text of row \d+ of 'val' has the score"
     with pytest.raises(TrustError, match=says) if is_planted else nullcontext():
         playground.run("rm", *none, *keys, f"data.val_files={tmp_path}/rows.jsonl")
+
+
+def one_weight_drawn_anew(patch: Patch) -> None:
+    original = TorchTrainEngine._step
+
+    def planted(self: TorchTrainEngine, lrs: list[float]) -> None:
+        original(self, lrs)
+        [*self._trainable.values()][-2].data.normal_()
+
+    patch.setattr(TorchTrainEngine, "_step", planted)
+
+
+@slow
+def test_a_weight_that_something_else_writes_in_an_update(playground: Playground, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.NONE)
+    says = r"optimizer\): .*lora_A.* moved by .* something else wrote to it"
+    found(playground, monkeypatch, one_weight_drawn_anew, "grpo", "actor_rollout_ref.model.lora_rank=2", says=says)
+
+
+@pytest.mark.parametrize(("factor", "is_wrong"), [(1.0, False), (1.2, True)])
+def test_how_far_adamw_can_move_a_weight(factor: float, is_wrong: bool) -> None:
+    settings = OptimConfig(lr=1e-2, weight_decay=0.0)
+    weight, (first, second) = torch.nn.Parameter(torch.zeros(1)), settings.betas
+    optimizer = torch.optim.AdamW([weight], lr=settings.lr, betas=settings.betas, weight_decay=0.0)
+    for step in range(-4800, 200):  # gradients that move it the farthest in the last step
+        weight.grad = torch.full((1,), (second / first) ** max(step - 200, -400))
+        before = weight.detach().double().clone()
+        optimizer.step()
+    after = before + factor * (weight.detach() - before)
+    assert float((before - after) / factor) > 7.2 * settings.lr
+    model = torch.nn.ParameterDict({"w": weight})
+    update: Any = SimpleNamespace(
+        few=[before, after], engine=SimpleNamespace(model=model, optimizer=optimizer), role="actor"
+    )
+    with pytest.raises(Wrong, match="w of the actor moved by") if is_wrong else nullcontext():
+        _check_reach(update, settings, settings.lr)

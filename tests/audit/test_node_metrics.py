@@ -45,6 +45,7 @@ RUNS = {
     "masks": ("grpo", *MASKS, "algorithm.advantage_clip=0.2", "algorithm.mask_long_errors=8"),
     "correction": ("grpo", *CORRECTION),
     "ahead": ("grpo", "async.max_staleness=2", "data.max_response_length=30"),
+    "decoupled": ("async_grpo", "async.max_staleness=2"),
     "episodes": ("grpo", *WORKFLOW, "actor_rollout_ref.rollout.stop=[a,b,c,d,e]"),
 }
 

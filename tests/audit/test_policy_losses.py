@@ -1,7 +1,9 @@
 """The auditor's formulas of the built-in policy losses against the losses, and errors planted into the losses."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +12,13 @@ import torch
 from distflow.algorithms.losses import covariance
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.algorithms.registry import find_policy_loss
+from distflow.audit.loss import Shares, _check_reported
 from distflow.audit.policy_losses import FORMULAS, Tokens, statistics
+from distflow.audit.record_calls_and_updates import UpdateRecord
+from distflow.audit.recorded_step import Wrong
 from distflow.builtin_names import POLICY_LOSSES
+from distflow.config import load_config
+from distflow.config.keys.algorithm import RolloutCorrectionConfig
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.observe.run_reader import read_events
@@ -21,6 +28,7 @@ from tests.sparse_params import one_fast_in
 ACTOR = "actor_rollout_ref.actor"
 FAST = (f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.optim.lr=1e-2", "trust.audit_freq=1")
 OPTIONS = {
+    "decoupled": {"behav_imp_weight_cap": 0.93},
     "dro": {"beta": 0.5},
     "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0, "clip_cov_ub": 9.0},
     "kl_cov": {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.5},
@@ -56,7 +64,7 @@ def test_losses_and_gradients_are_those_of_the_formula(name: str, spread: float)
     torch.testing.assert_close(gradient.double().flatten(), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", sorted({*FORMULAS} - {"decoupled", "gpg"}))
+@pytest.mark.parametrize("name", sorted({*FORMULAS} - {"gpg"}))
 def test_statistics_are_those_of_the_formula(name: str) -> None:
     draws = torch.Generator().manual_seed(4)
     old = -torch.rand(8, 16, generator=draws) * 3
@@ -67,14 +75,17 @@ def test_statistics_are_those_of_the_formula(name: str) -> None:
         "old_log_probs": old,
         "selected_tokens": (torch.rand(8, 16, generator=draws) < 0.3).float(),
         "token_level_scores": torch.randn(8, generator=draws),
+        "prox_log_probs": old - 0.1 + 0.05 * torch.randn(8, 16, generator=draws),
     }
     loss, options = find_policy_loss(name), DEFAULTS | {"clip_ratio_c": 1.05} | OPTIONS.get(name, {})
+    options |= {"prox": "recompute", "correction": RolloutCorrectionConfig()}
     call_options = {option: options[option] for option in loss.options if option in options}
     given = {field: fields[field] for field in (*loss.reads, *loss.optional) if field in fields}
     _, found = loss.fn(log_probs=now, loss_mask=torch.ones(8, 16), **given, **call_options)
     columns = {n: fields[n].double().flatten() for n in ("advantages", "old_log_probs")}
     columns |= {"sample_score": fields["token_level_scores"].double().repeat_interleave(16)}
     columns |= {"selected_tokens": fields["selected_tokens"].flatten()} if "selected_tokens" in given else {}
+    columns |= {"prox_log_probs": fields["prox_log_probs"].double().flatten()}
     tokens = Tokens(now.double().flatten(), columns, torch.arange(8).repeat_interleave(16))
     expected = statistics(name, tokens, options, 0.0)
     assert {*found} - {"ppo_kl"} <= {*expected}
@@ -181,3 +192,44 @@ def test_the_critics_loss_does_not_stand_for_a_policy_loss_without_formula(
     (audit,) = [event for event in read_events(run.folder) if event.kind == "audit"]
     assert audit.fields["unproven"].keys() == {"loss"}
     assert audit.fields["unproven"]["loss"].startswith("the loss 'vanilla' has no formula")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [True, False])
+def test_a_statistic_of_the_decoupled_loss_with_the_wrong_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: bool
+) -> None:
+    original = PolicyObjective._per_token
+
+    def planted(self: PolicyObjective, current: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> Any:
+        loss, found = original(self, current, fields)
+        return loss, {**found, "behave_kl": -found["behave_kl"] if wrong else found["behave_kl"]}
+
+    monkeypatch.setattr(PolicyObjective, "_per_token", planted)
+    with pytest.raises(TrustError, match=r"\(loss\): the behave_kl of a mini-batch") if wrong else nullcontext():
+        Playground(tmp_path).run("async_grpo", *FAST, "async.max_staleness=2", "trainer.total_training_steps=4")
+
+
+@pytest.mark.parametrize(
+    ("other", "wrong"),
+    [
+        ([{"": (3.0, 3.0), "entropy": (0.5, 0.5), "pg_clipfrac": (0.25, 0.25)}], ""),
+        ([{"": (3.0, 3.0), "entropy": (0.5, 0.5)}], "pg_clipfrac"),
+        ([{"": (3.0, 3.0), "entropy": (1.0, 1.0), "pg_clipfrac": (0.25, 0.25)}], "entropy"),
+        ([{}], ""),  # it has not recorded all of its samples
+        ([], ""),  # it has found another error before
+    ],
+)
+def test_metrics_of_a_mini_batch_are_the_sums_of_the_ranks_shares(
+    tmp_path: Path, other: list[Shares], wrong: str
+) -> None:
+    config = load_config("grpo", Playground(tmp_path).overrides("run")).config
+    reported = {"loss": 2.0, "entropy": 1.5, "pg_clipfrac": 0.3}
+    batch = Batch(torch.tensor([1]), torch.tensor([1]))
+    update = UpdateRecord("actor", None, PolicyObjective(), batch, metrics=reported, share=(1.0, 2.0))  # type: ignore[arg-type]
+    update.totals = {"tokens": 5.0}
+    recorded: Any = SimpleNamespace(config=config, run=SimpleNamespace(compared=set()))
+    with pytest.raises(Wrong, match=f"the {wrong} of a mini-batch") if wrong else nullcontext():
+        _check_reported(
+            recorded, update, [{"": (2.0, 2.0), "entropy": (1.0, 1.0), "pg_clipfrac": (0.0, 0.125)}, *other]
+        )

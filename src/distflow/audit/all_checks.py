@@ -89,9 +89,10 @@ AFTER: tuple[Check, ...] = (
 OF_EVERY_STEP: tuple[Check, ...] = (
     replace(audit_advantages, run=rescored_samples.audit_ranks),
     replace(optimizer_steps.audit_gradients, run=optimizer_steps.audit_leftover),
+    replace(optimizer_steps.audit_optimizer, run=optimizer_steps.audit_reach),
 )
-"""Run at the end of every step that is not audited: what the scores of one group made of its advantages, and whether
-an update began with gradients of another."""
+"""Run at the end of every step that is not audited: what the scores of one group made of its advantages, whether an
+update began with gradients of another, and how far weights moved."""
 
 OF_MOST_STEPS: tuple[Check, ...] = (
     replace(audit_responses, run=audit_rows),

@@ -213,7 +213,10 @@ class Auditor:
                 step.updates.append(self._watch.end(metrics))
             self._watch = None
         elif step is not None and step.updates:
-            step.updates[-1].metrics = metrics
+            last = step.updates[-1]
+            last.metrics = metrics
+            if last.few:
+                last.few.append(self._gradients[last.role].few())
             if self._gradient is not None:
                 with self._schedule.timed(step.step, self._looks):
                     self._gradient.end(step.updates[-1])
@@ -322,6 +325,7 @@ class Auditor:
             if role not in self._gradients:
                 self._gradients[role] = GradientWatch(engine)
             taken.updates[-1].leftover = self._gradients[role].leftover()
+            taken.updates[-1].few.append(self._gradients[role].few())
             if self._looks:
                 loss = self._gradient = self._gradients[role]
                 self._gradient.begin(taken.updates[-1], self._updates.get(role, 0))

@@ -2,6 +2,7 @@
 gradient with respect to each token's log-prob matches the formula."""
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from distflow.audit.policy_losses import (
     Formula,
     Tokens,
     importance_weights,
+    proximal,
     ratio_to,
     statistics,
     to_select,
@@ -51,6 +53,11 @@ COLUMNS = (
 )
 Outputs = Mapping[str, Tensor]
 Total = Callable[["MiniBatch", Outputs], Tensor]
+Shares = dict[str, tuple[float, float]]
+"""By metric, the lowest and the highest share that this rank may have of it; rounding may decide what counts. Under "",
+the number of tokens of which it is."""
+Measured = dict[tuple[str, int], Shares]
+"""By role and number of the update."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +132,19 @@ def _gap(sample: Sample, own: str, level: str) -> tuple[Tensor, Tensor]:
 def audit_loss(recorded: RecordedStep) -> str | None:
     if "selected_tokens" in recorded.batch and recorded.everyone.is_whole:
         _check_selection(recorded.everyone)
+    measured = Measured()
+    try:
+        why_not = _audit_updates(recorded, measured)
+    finally:  # ranks gather together, whatever one of them found
+        every = [measured] if recorded.partial else recorded.run.ranks.gather(measured)
+    for role, number in measured:
+        of_ranks = [own[role, number] for own in every if (role, number) in own]
+        _check_reported(recorded, recorded.updates_of(role)[number], of_ranks)
+    return why_not
+
+
+def _audit_updates(recorded: RecordedStep, measured: Measured) -> str | None:
+    """measured: receives this rank's shares of the metrics of each checked update."""
     seen = tokens = 0
     why_not = None if recorded.updates else "no update was recorded"
     for update in recorded.updates:
@@ -149,7 +169,8 @@ def audit_loss(recorded: RecordedStep) -> str | None:
             why_not = total
             continue
         _check_update(update, batch, total)
-        _check_reported(recorded, update, batch)
+        number = next(i for i, each in enumerate(recorded.updates_of(update.role)) if each is update)
+        measured[update.role, number] = _shares_of_metrics(recorded, update, batch)
         seen += 1
     return why_not if seen or why_not else "the update was skipped"
 
@@ -266,27 +287,15 @@ def _wrong(
     return places
 
 
-def _check_reported(recorded: RecordedStep, update: UpdateRecord, batch: MiniBatch) -> None:
-    """Check the reported loss, and, if the outputs of all samples were recorded, the metrics over all tokens."""
-    actor, expected = recorded.config.actor_rollout_ref.actor, {"loss": update.share[1]}
-    if update.is_whole and recorded.run.ranks.size == 1 and "entropy" in batch.outputs:
-        expected["entropy"] = float(aggregate(batch.outputs["entropy"][batch.counted], batch, "token-mean", 1.0))
-        if actor.use_kl_loss:
-            values = kl((batch.outputs["log_probs"] - batch.columns["ref_log_prob"])[batch.counted], actor.kl_loss_type)
-            expected["kl_loss"] = float(aggregate(values, batch, actor.loss_agg_mode, _scale(recorded.config)))
-    if update.is_whole and recorded.run.ranks.size == 1 and bool((counted := batch.counted).any()):
-        loss = getattr(update.loss, "policy_loss", None)
-        if update.role == "critic":
-            is_clipped = (batch.gradients["values"] == 0) & (batch.outputs["values"] != batch.columns["returns"])
-            expected["vf_clipfrac"] = float(is_clipped[counted].double().mean())
-            expected["vpred_mean"] = float(batch.outputs["values"][counted].mean())
-        elif own_losses(recorded.config):
-            pass  # statistics of a ratio are of the domains whose loss has one
-        elif "old_log_probs" in batch.columns and loss and loss.name in {*FORMULAS} - {"decoupled"}:
-            tokens, _ = _counted(recorded.config, batch, batch.outputs["log_probs"])
-            gap = (batch.outputs["log_probs"] - batch.columns["old_log_probs"])[counted]
-            expected["log_ratio_abs"] = float(gap.abs().mean())
-            expected |= _of_ratios(tokens, {**vars(actor), **actor.policy_loss_kwargs}, loss.name, update.metrics)
+def _check_reported(recorded: RecordedStep, update: UpdateRecord, of_ranks: Sequence[Shares]) -> None:
+    """Check the reported loss, and, if the ranks have recorded the outputs of all samples, the metrics over all
+    tokens."""
+    expected: Shares = {"loss": (update.share[1],) * 2}
+    for name in sorted({name for own in of_ranks for name in own}):
+        low, high = (math.fsum(own.get(name, (0.0, 0.0))[end] for own in of_ranks) for end in (0, 1))
+        expected[name] = low, high
+    if expected.pop("", (0.0, 0.0))[0] != update.totals["tokens"]:
+        expected = {"loss": expected["loss"]}
     for name, (found, value) in update.sums.items():
         if not abs(found - value) <= LIMIT * abs(value) + FLOOR:
             raise Wrong(
@@ -296,25 +305,49 @@ def _check_reported(recorded: RecordedStep, update: UpdateRecord, batch: MiniBat
             )
     prefix = f"policies/{update.role}" if update.role in recorded.config.dag.policies else update.role
     recorded.run.compared.update({f"{prefix}/{name}" for name in expected})
-    for name, value in expected.items():
-        found = float(update.metrics.get(name, value))
-        if not abs(found - value) <= LIMIT * abs(value) + FLOOR:
+    for name, (low, high) in expected.items():
+        found, slack = float(update.metrics.get(name, low)), LIMIT * max(abs(low), abs(high)) + FLOOR
+        if not low - slack <= found <= high + slack:
             raise Wrong(
                 f"the {name} of a mini-batch of the {update.role} is reported as {found:.6g}, but its micro-batches on "
-                f"all ranks give {value:.6g}: it includes padding, or uses another mean than the config's"
+                f"all ranks give {low:.6g}: it includes padding, or uses another mean than the config's"
             )
 
 
-def _of_ratios(
-    tokens: Tokens, options: Mapping[str, Any], name: str, reported: Mapping[str, float]
-) -> dict[str, float]:
-    """Statistics of the ratio to the old policy. If rounding decides whether a token is clipped, either counts."""
+def _shares_of_metrics(recorded: RecordedStep, update: UpdateRecord, batch: MiniBatch) -> Shares:
+    """This rank's shares of the metrics over all tokens; none if the outputs of some samples were not recorded."""
+    actor, counted, found = recorded.config.actor_rollout_ref.actor, batch.counted, dict[str, float]()
+    if not update.is_whole or not bool(counted.any()):
+        return {}
+    found[""] = float(counted.sum())
+    if "entropy" in batch.outputs:
+        found["entropy"] = float(aggregate(batch.outputs["entropy"][counted], batch, "token-mean", 1.0))
+    if "entropy" in batch.outputs and actor.use_kl_loss:
+        values = kl((batch.outputs["log_probs"] - batch.columns["ref_log_prob"])[counted], actor.kl_loss_type)
+        found["kl_loss"] = float(aggregate(values, batch, actor.loss_agg_mode, _scale(recorded.config)))
+    loss, number = getattr(update.loss, "policy_loss", None), batch.totals["tokens"]
+    if update.role == "critic":
+        is_clipped = (batch.gradients["values"] == 0) & (batch.outputs["values"] != batch.columns["returns"])
+        found["vf_clipfrac"] = float(is_clipped[counted].sum()) / number
+        found["vpred_mean"] = float(batch.outputs["values"][counted].sum()) / number
+    every: Shares = {name: (value, value) for name, value in found.items()}
+    # Statistics of a ratio are of the domains whose loss has one.
+    if "old_log_probs" in batch.columns and loss and loss.name in FORMULAS and not own_losses(recorded.config):
+        every |= _of_ratios(recorded, batch, loss.name)
+    return every
+
+
+def _of_ratios(recorded: RecordedStep, batch: MiniBatch, name: str) -> Shares:
+    """Shares of the statistics of the ratio to the old policy, or to the proximal one."""
+    tokens, units = _counted(recorded.config, batch, batch.outputs["log_probs"])
+    options = _options(recorded, recorded.config)
     every = [statistics(name, tokens, options, moved) for moved in (0.0, -KINK, KINK)]
-    found = {"ppo_kl": float((tokens.old - tokens.now).mean())}
-    for key in every[0]:
-        means = [float(each[key].double().mean()) for each in every]
-        found[key] = min(means, key=lambda value: abs(value - reported.get(key, value)))
-    return found
+    gap = (proximal(tokens, options) if name == "decoupled" else tokens.old) - tokens.now
+    sums = {key: [float(each[key].double().sum()) for each in every] for key in every[0]}
+    sums["ppo_kl"] = [float(gap.sum())]
+    found = {key: (min(own) / units.totals["tokens"], max(own) / units.totals["tokens"]) for key, own in sums.items()}
+    moved = gap if name == "decoupled" else (batch.outputs["log_probs"] - batch.columns["old_log_probs"])[batch.counted]
+    return found | {"log_ratio_abs": (float(moved.abs().sum()) / batch.totals["tokens"],) * 2}
 
 
 def _same_outputs(recorded: RecordedStep, role: str, batch: MiniBatch, plain: Mapping[str, PlainScores]) -> None:
@@ -437,8 +470,7 @@ def _policy_loss(
         return torch.zeros((), dtype=torch.float64)
     tokens, batch = _counted(config, batch, outputs["log_probs"])
     columns = tokens.columns
-    known = {"step": recorded.step, "correction": config.algorithm.rollout_correction}
-    loss = formula(tokens, {**vars(actor), **known, **actor.policy_loss_kwargs})
+    loss = formula(tokens, _options(recorded, config))
     if "rollout_is_weights" in columns:
         loss = loss * columns["rollout_is_weights"]
     elif "old_log_probs" not in columns and "rollout_corr/rollout_is_mean" in recorded.metrics:
@@ -448,6 +480,13 @@ def _policy_loss(
         gap = tokens.mean(columns["rollout_log_probs"] - tokens.now.detach())
         loss = torch.where((tokens.advantages < 0) & (gap > most), 0.0, loss)
     return aggregate(loss, batch, actor.loss_agg_mode, _scale(config), every_row=actor.policy_loss == "gmpo")
+
+
+def _options(recorded: RecordedStep, config: Config) -> dict[str, Any]:
+    """What a formula reads of the config."""
+    actor = config.actor_rollout_ref.actor
+    known = {"step": recorded.step, "correction": config.algorithm.rollout_correction}
+    return {**vars(actor), **known, **actor.policy_loss_kwargs}
 
 
 def _counted(config: Config, batch: MiniBatch, log_probs: Tensor) -> tuple[Tokens, MiniBatch]:

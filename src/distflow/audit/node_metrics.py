@@ -53,7 +53,6 @@ NOT_RECOMPUTED = {
     "domains/*/accuracy": "checked in curriculum",
     "actor/loss_term/*": "only a sum of exactly 0 has a meaning",
     "policies/*/loss_term/*": "only a sum of exactly 0 has a meaning",
-    "actor/behave_*": "only weights are checked, in loss",
     "actor/rollout_is_*": "weights within the loss are checked there",
     "actor/entropy": "checked for mini-batches; a pass before the update reports its own over all samples",
     "sample_mask/alone*": "the samples are checked, in masks",

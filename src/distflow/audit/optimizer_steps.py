@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from distflow.audit.log_probs import audited_samples, dtype_of, ids_of, is_predicted, joined_logits, sequences_of
 from distflow.audit.model_forward import Ids, logits_of, plainly
-from distflow.audit.record_calls_and_updates import OpenEngine, Stripe, UpdateRecord, striped, trained
+from distflow.audit.record_calls_and_updates import (
+    NUM_FEW,
+    OpenEngine,
+    Stripe,
+    UpdateRecord,
+    striped,
+    trained,
+    whole_here,
+)
 from distflow.audit.recorded_step import (
     RecordedStep,
     Sample,
@@ -273,7 +281,8 @@ def audit_leftover(recorded: RecordedStep) -> str | None:
 @check(
     "optimizer",
     "the learning rate follows the schedule, and sampled elements of several weights and their moments follow the "
-    "optimizer's formula for gradient, moments, learning rate and weight decay",
+    "optimizer's formula for gradient, moments, learning rate and weight decay; no weight moves farther than AdamW can "
+    "move it",
     needs="adamw or sgd; for other optimizers the learning rate alone",
     limit=f"{LIMIT:g} of the move",
 )
@@ -281,6 +290,7 @@ def audit_optimizer(recorded: RecordedStep) -> str | None:
     if not recorded.updates:
         return "no update was recorded"
     known = [_same_weights(*each) for each in scheduled(recorded) if each[0].totals]
+    audit_reach(recorded)
     if not known or not all(known):
         return "only the learning rate: the optimizer is neither adamw nor sgd, or its engine does not expose it"
     return None
@@ -391,6 +401,32 @@ def audit_learning_rates(recorded: RecordedStep) -> str | None:
         if odd := [group["lr"] for group in groups if is_last and not abs(group["lr"] - rate) <= LIMIT * rate + 1e-15]:
             raise Wrong(f"the {update.role}'s optimizer has the learning rate {odd[0]:.4g}, not {rate:.4g}")
     return None
+
+
+def audit_reach(recorded: RecordedStep) -> None:
+    """No weight of any update moved farther than the optimizer can move it."""
+    for update, settings, rate, _ in scheduled(recorded):
+        _check_reach(update, settings, rate)
+
+
+def _check_reach(update: UpdateRecord, settings: OptimConfig, rate: float) -> None:
+    """Check that a few elements of every weight moved no farther than AdamW can. For any gradients, its mean over the
+    root of its mean square is at most (1 − β₁) / √((1 − β₂)(1 − β₁²/β₂)), or 1 in the first step."""
+    (first, second), decay = settings.betas, settings.weight_decay
+    if settings.optimizer != "adamw" or len(update.few) < 2 or not first**2 < second:
+        return
+    before, after = update.few
+    most = max((1 - first) / math.sqrt((1 - second) * (1 - first**2 / second)), 1.0)
+    far = (after - before).abs() > 1.01 * rate * (most + decay * before.abs()) + 4e-7 * before.abs() + 1e-12
+    if bool(far.any()):
+        weights = whole_here(trained(update.engine.model)) if isinstance(update.engine, OpenEngine) else []
+        names = [name for name, weight in weights for _ in range(min(NUM_FEW, weight.numel()))]
+        place = int(far.int().argmax())
+        raise Wrong(
+            f"{names[place]} of the {update.role} moved by {float((after - before)[place]):.4g}, but adamw at the "
+            f"learning rate {rate:.4g} moves a weight by {rate * most:.4g} at most, besides weight decay: something "
+            "else wrote to it"
+        )
 
 
 def _same_options(update: UpdateRecord, settings: OptimConfig) -> None:

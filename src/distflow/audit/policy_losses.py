@@ -74,14 +74,18 @@ def clipped(ratio: Tensor, advantages: Tensor, options: Options, dual: bool) -> 
     return loss
 
 
+def proximal(tokens: Tokens, options: Options) -> Tensor:
+    """Log-probs of the policy that the loss `decoupled` clips around."""
+    if options["prox"] == "recompute":
+        return tokens.columns["prox_log_probs"]
+    # Interpolate at the position of the step's version between the token's version and the next.
+    versions = tokens.columns["versions"]
+    share = (options["step"] - versions) / (options["step"] + 1 - versions)
+    return (1 - share) * tokens.old + share * tokens.now.detach()
+
+
 def _decoupled(tokens: Tokens, options: Options) -> Tensor:
-    prox = tokens.columns.get("prox_log_probs")
-    if options["prox"] != "recompute":
-        # Interpolate at the position of the step's version between the token's version and the next.
-        versions = tokens.columns["versions"]
-        share = (options["step"] - versions) / (options["step"] + 1 - versions)
-        prox = (1 - share) * tokens.old + share * tokens.now.detach()
-    assert prox is not None, "a column if it is recomputed"
+    prox = proximal(tokens, options)
     loss = clipped(ratio_to(tokens.now, prox), tokens.advantages, options, dual=True)
     level, threshold = options["correction"].rollout_is, options["correction"].rollout_is_threshold
     if level is not None:
@@ -91,18 +95,24 @@ def _decoupled(tokens: Tokens, options: Options) -> Tensor:
         if level != "token":
             gap = tokens.mean(gap) if level == "geometric" else tokens.sum(gap)
         return loss * importance_weights(gap, threshold)
-    if rule := options.get("rejection_sampling"):
-        return _behaviour_weights(tokens, prox - tokens.old, rule) * loss
+    weighed = behaviour_weights(tokens, prox - tokens.old, options)
+    return loss if weighed is None else weighed[0] * loss
+
+
+def behaviour_weights(tokens: Tokens, gap: Tensor, options: Options) -> tuple[Tensor, Tensor] | None:
+    """The weight of each token by the ratio e^gap of the proximal policy to the sampling one, and whether it was out of
+    bounds; None if there are no weights."""
     mode, cap = options.get("behav_imp_weight_mode", "mask"), options.get("behav_imp_weight_cap", 5.0)
-    if mode == "disabled":
-        return loss
-    weight = ratio_to(prox, tokens.old)
-    if cap is not None:
-        weight = torch.where(weight > cap, 0.0 if mode == "mask" else cap, weight)
-    return weight * loss
+    if mode == "disabled" or options["correction"].rollout_is is not None:
+        return None
+    if rule := options.get("rejection_sampling"):
+        return _rejected_weights(tokens, gap, rule)
+    weight = gap.clamp(-20, 20).exp()
+    above = weight > (math.inf if cap is None else cap)
+    return torch.where(above, 0.0 if mode == "mask" or cap is None else cap, weight), above
 
 
-def _behaviour_weights(tokens: Tokens, gap: Tensor, rule: Options) -> Tensor:
+def _rejected_weights(tokens: Tokens, gap: Tensor, rule: Options) -> tuple[Tensor, Tensor]:
     """AReaL's rejection: the ratio e^gap, or if its divergence is outside the bounds, 0 or the bound."""
     metric, by_sequence = rule.get("metric", "ratio"), rule.get("level", "token") == "sequence"
     weight = (tokens.mean(gap) if by_sequence and metric == "ratio" else gap).clamp(-20, 20).exp()
@@ -117,7 +127,8 @@ def _behaviour_weights(tokens: Tokens, gap: Tensor, rule: Options) -> Tensor:
         measured = measured.clamp(-20, 20).exp()
     low, high = rule.get("lower"), float(rule.get("upper", 5.0))
     outside = (measured > high) | (measured < (-math.inf if low is None else low))
-    return torch.where(outside, weight.clamp(low or 0.0, high) if rule.get("action") == "clamp" else 0.0, weight)
+    bounded = weight.clamp(low or 0.0, high) if rule.get("action") == "clamp" else torch.zeros_like(weight)
+    return torch.where(outside, bounded, weight), outside
 
 
 def _gspo(tokens: Tokens, options: Options) -> Tensor:
@@ -237,12 +248,13 @@ FORMULAS: dict[str, Formula] = {
 
 def statistics(name: str, tokens: Tokens, options: Options, moved: float) -> dict[str, Tensor]:
     """What a built-in loss reports of each token besides its loss, with all log-probs larger by `moved`."""
-    gap, own, (low, high) = tokens.now.detach() - tokens.old + moved, tokens.advantages, bounds(options)
+    anchor = proximal(tokens, options) if name == "decoupled" else tokens.old
+    gap, own, (low, high) = tokens.now.detach() - anchor + moved, tokens.advantages, bounds(options)
     gap = tokens.mean(gap) if name == "gspo" else gap
     ratio, most = gap.clamp(-20, 20).exp(), options["clip_ratio_c"] or math.inf
     above, below = ratio > 1 + high, ratio < 1 - low
     found, harmful = {"pg_clipfrac": ((own > 0) & above) | ((own < 0) & below)}, own < 0
-    if name == "vanilla":
+    if name in ("vanilla", "decoupled"):
         found["pg_clipfrac_lower"] = harmful & (ratio > most)
     elif name == "cispo":
         found["pg_clipfrac"] = above | (below & bool(options.get("clip_below", True)))
@@ -257,6 +269,10 @@ def statistics(name: str, tokens: Tokens, options: Options, moved: float) -> dic
     elif name.startswith("dppo"):
         out = _beyond(tokens, options, name, moved)
         found = {"pg_clipfrac": out, "pg_clipfrac_lower": ~out & (ratio > most)}
+    if name == "decoupled":
+        found["behave_kl"] = tokens.old - anchor
+        weighed = behaviour_weights(tokens, anchor - tokens.old + moved, options)
+        found |= dict(zip(("behave_imp_weight", "behave_capped"), weighed or (), strict=False))
     if "selected_tokens" in tokens.columns:
         found["cov_selected"] = tokens.columns["selected_tokens"] > 0
     return found

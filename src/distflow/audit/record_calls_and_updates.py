@@ -31,6 +31,7 @@ STRIPE = 256
 NUM_STRIPES, NUM_MOVED = 4, 64
 """Weights, beside the first and the last, whose gradient is summed as well, and those that must move by the formula."""
 MAX_STRIPED = 2**24
+NUM_FEW = 4
 VALUE_COLUMNS = ("response_mask", "valid", "loss_mask", "values", "returns")
 NUM_DROPPED = 8
 
@@ -243,7 +244,7 @@ class UpdateRecord:
     quick. loss: the loss function, unwrapped. totals: over all ranks, the mini-batch's rows, rows with a token that
     counts, and such tokens; empty if only the gradient was watched. share: this rank's share of the loss, and the sum
     over the ranks. sums: of each metric over micro-batches and ranks, by the engine and as added here. plain: scores by
-    sample, from the model's own forward right before the step."""
+    sample, from the model's own forward right before the step. few: `few_of` the trained weights before and after."""
 
     role: str
     engine: TrainEngine
@@ -259,6 +260,7 @@ class UpdateRecord:
     norm: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     plain: dict[str, PlainScores] = field(default_factory=dict)
+    few: list[Tensor] = field(default_factory=list)
 
     @property
     def uids(self) -> list[str]:
@@ -300,6 +302,7 @@ class UpdateWatch:
         if not isinstance(engine, OpenEngine):
             return
         self._trained = trained(engine.model)
+        self.record.few.append(few_of(self._trained))
         self._striped += striped(self._trained, turn, quick)
         self._summed = {name for name, _ in self._striped}
         others = [each for each in _small(self._trained) if each[0] not in self._summed]
@@ -346,6 +349,7 @@ class UpdateWatch:
         for name in self.record.sums.keys() - own.keys():
             own[name] = math.fsum(float(micro.sums.get(name, 0.0)) for micro in self.record.micros)
         every = _over_ranks(own, self._group)
+        self.record.few.append(few_of(self._trained))
         self.record.share = own["loss"], every["loss"]
         self.record.sums = {name: (found, every[name]) for name, (found, _) in self.record.sums.items()}
         for name, parameter in self._striped:
@@ -392,6 +396,9 @@ class GradientWatch:
     def leftover(self) -> list[str]:
         """Weights that still have a gradient."""
         return _leftover(self._trained)
+
+    def few(self) -> Tensor:
+        return few_of(self._trained)
 
     def begin(self, record: UpdateRecord, turn: int) -> None:
         """turn: the number of earlier optimizer steps. Two in a row watch the same weight, to detect whether anything
@@ -461,6 +468,18 @@ def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _small(found: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in found if p.numel() <= MAX_STRIPED]
+
+
+def whole_here(found: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+    """The weights that this rank has whole, on the device of the first."""
+    here = [(name, p) for name, p in found if not isinstance(p, DTensor)]
+    return [(name, p) for name, p in here if p.device == here[0][1].device]
+
+
+def few_of(found: Iterable[tuple[str, nn.Parameter]]) -> Tensor:
+    """The first elements of each weight that is whole here, float64 on the CPU: cheap enough for every update."""
+    parts = [p.detach().reshape(-1)[:NUM_FEW] for _, p in whole_here(found)]
+    return torch.cat(parts).cpu().double() if parts else torch.zeros(0, dtype=torch.float64)
 
 
 def _leftover(trained: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
