@@ -51,16 +51,16 @@ class GridReach:
         return ChunkResult(rewards, terminated, truncated, [reward == 1.0 for reward in rewards], self._seen())
 
     def shortest(self) -> list[tuple[int, ...]]:
-        """Actions of a shortest way to the named target, past the other one, for examples to learn from."""
-        start, goal, other = (tuple(self._places[place].tolist()) for place in (0, 1 + self._goal, 2 - self._goal))
-        ways: dict[tuple[int, ...], list[tuple[int, ...]]] = {start: []}
-        for place in (waiting := [start]):  # it grows
-            for move in itertools.product((-1, 0, 1), repeat=2):
-                after = place[0] + move[0], place[1] + move[1]
-                if after not in ways and after != other and all(0 <= each < CELLS for each in after):
-                    ways[after] = [*ways[place], move]
-                    waiting.append(after)
-        return ways[goal]
+        """Actions of the shortest way to the named target that nears it first, past the other one, for examples."""
+        place, goal, other = self._places[[0, 1 + self._goal, 2 - self._goal]]
+        way, moves = list[tuple[int, ...]](), np.array([*itertools.product((-1, 0, 1), repeat=2)])
+        while (place != goal).any():
+            to = place + moves
+            to = to[(to != other).any(1) & (abs(to - CELLS // 2) <= CELLS // 2).all(1)]
+            nearest = min(to, key=lambda after: sorted(abs(goal - after), reverse=True))
+            way.append(tuple((nearest - place).tolist()))
+            place = nearest
+        return way
 
     def _seen(self) -> Observation:
         pixels = np.full((CELLS, CELLS, 3), 20, np.uint8)
