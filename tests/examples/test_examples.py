@@ -189,7 +189,7 @@ def test_the_model_learns_to_name_colours(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.by_hand
 def test_the_policy_learns_to_reach_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = rewards_after_sft("acting", tmp_path, monkeypatch)
-    assert sum(found[20:30]) / 10 > 0.75 and sum(found[-10:]) / 10 > 0.85, found
+    assert sum(found[20:30]) / 10 > 0.75 and sum(found[-10:]) / 10 > 0.8, found
     folder = tmp_path / "runs" / "acting"
     swap = "+actor_rollout_ref.rollout.workflow_kwargs.env_kwargs={swap: true}"
     assert main(["eval", str(folder / "grpo"), swap, f"--to={folder}/swapped"]) == 0
