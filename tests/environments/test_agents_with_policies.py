@@ -100,7 +100,7 @@ def test_both_policies_train_on_their_own_tokens_and_every_audit_passes(
         assert row["actor/grad_norm"] > 0 and row["policies/second/grad_norm"] > 0
         assert row["async/version_diff/max"] <= staleness
         assert row["actor/lr"] == 1e-3 and (row["policies/second/lr"] == 3e-4 or row["step"] == 1)
-    batch = Batch.load(sorted((run.folder / "tokens").iterdir())[0])
+    batch = Batch.load(sorted((run.folder / "tokens").glob("*.safetensors"))[0])
     assert batch["scores"].max() <= 2, "the judge's score is in no mean"
     assert {name for forks in batch["forks"] for name, _ in forks} == {"checker"}, "the judge is in no sample"
 
@@ -117,7 +117,7 @@ def check_solver_and_checker(run: Run, staleness: int) -> None:
     for row in run.metrics():
         assert row["actor/grad_norm"] > 0 and row["policies/checker/grad_norm"] > 0
         assert row["async/version_diff/max"] <= staleness
-    for path in sorted((run.folder / "tokens").iterdir()):
+    for path in sorted((run.folder / "tokens").glob("*.safetensors")):
         batch = Batch.load(path)
         for said, parts, acc in zip(batch["conversation"], batch["reward_parts"], batch["acc"].tolist(), strict=True):
             solved, verdict = (re.sub(r"<\w+>|</s>", "", turn["text"]) for turn in said if turn["owner"] == "policy")
@@ -148,7 +148,7 @@ def test_each_policy_has_its_own_reference(playground: Playground, staleness: in
     for audit in run.audits():
         assert {"log_probs", "reference", "loss", "backward"} <= {*audit["proven"]}
     gaps = []
-    for path in sorted((run.folder / "tokens").iterdir()):
+    for path in sorted((run.folder / "tokens").glob("*.safetensors")):
         batch = Batch.load(path)
         is_checker = torch.zeros_like(batch["loss_mask"], dtype=torch.bool)
         for row, forks in enumerate(batch["forks"]):
