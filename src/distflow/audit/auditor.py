@@ -325,7 +325,8 @@ class Auditor:
             if role not in self._gradients:
                 self._gradients[role] = GradientWatch(engine)
             taken.updates[-1].leftover = self._gradients[role].leftover()
-            taken.updates[-1].few.append(self._gradients[role].few())
+            if self._schedule.frequency > 0:
+                taken.updates[-1].few.append(self._gradients[role].few())
             if self._looks:
                 loss = self._gradient = self._gradients[role]
                 self._gradient.begin(taken.updates[-1], self._updates.get(role, 0))
