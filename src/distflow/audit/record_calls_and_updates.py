@@ -68,13 +68,15 @@ class GroupRecords:
         """Groups that wait though the last step has another one, which should have come later."""
         self._validated: list[GroupRecord] = []
         self._tasks, self.most_at_once = WeakSet[asyncio.Task[Any]](), 0
-        """Tasks of training groups, and the most that ran at once."""
+        """Tasks of training groups, and the most that ran at once. A task that is being cancelled has given its place
+        back."""
 
     def begin(self, prompt_group: PromptGroup) -> None:
         record, task = GroupRecord(prompt_group), group_task.get()
         if task is not None:  # a validation has none
             self._tasks.add(task)
-            self.most_at_once = max(self.most_at_once, sum(not each.done() for each in self._tasks))
+            running = sum(not each.done() and not each.cancelling() for each in self._tasks)
+            self.most_at_once = max(self.most_at_once, running)
         _current.set(record)
         on_event.set(record.add_event)
 
