@@ -147,10 +147,10 @@ def _check_device(words: list[str], trusted: bool) -> int:
     config = load_config(preset, overrides, complete=False, trust_code=trusted).config
     print(f"distflow {__version__} · device", flush=True)
     with importing():
+        from distflow.commands.selftest.compared_runs import check_all
         from distflow.launch.device_and_threads import make_process_ready
         from distflow.launch.select_pipeline import import_user_modules
         from distflow.launch.user_code_trust import model_code, only_if_trusted, pipeline_code
-        from distflow.selftest.compared_runs import check_all
 
     only_if_trusted([*pipeline_code(config), *model_code(config)], trusted, say=print)
     import_user_modules(config)
@@ -172,8 +172,8 @@ def run_selftest(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     print(f"distflow {__version__} · selftest", flush=True)
     with importing():
-        from distflow.selftest.compared_runs import advice, compare_all, head, left_out, line
-        from distflow.selftest.run_numbers import RECORDED, read_recorded
+        from distflow.commands.selftest.compared_runs import advice, compare_all, head, left_out, line
+        from distflow.commands.selftest.run_numbers import RECORDED, read_recorded
 
     rows, failed, folder = [], [], Path(tempfile.mkdtemp(prefix="distflow-selftest-"))
     try:

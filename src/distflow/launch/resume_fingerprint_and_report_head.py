@@ -31,9 +31,9 @@ from distflow.launch.device_and_threads import choose_device, threads_of, worker
 from distflow.launch.fit_config_to_files import Data
 from distflow.models.cpu_kernels import build as native
 from distflow.models.weight_fingerprint_and_soundness import identity
+from distflow.rewards.code.reward import isolation_of
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.reward_functions import fingerprint_target, target_of
-from distflow.sandbox.sandbox import probe
 
 
 def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:
@@ -140,11 +140,8 @@ def _users_facts(config: Config) -> dict[str, object]:
     chosen |= {target: target for _, target in code_of_workflow(config)}
     chosen["dag.pipeline"] = pipeline if isinstance(pipeline, str) and ":" in pipeline else None
     facts |= {f"code_of_{name}": fingerprint_target(target) for name, target in chosen.items() if target is not None}
-    if any(
-        part.name in REWARDS and REWARDS[part.name].executes_response and not part.options.get("sandbox")
-        for part in everything
-    ):
-        facts["sandbox"] = probe().name
+    if (isolation := isolation_of(everything)) is not None:
+        facts["sandbox"] = isolation
     for domain, parts in sorted(functions.items()):
         for options in (part.options for part in parts if part.name in REWARDS and REWARDS[part.name].prepare):
             model = identity(str(options.get("path", "")), str(options.get("revision", "")) or None)

@@ -6,9 +6,11 @@ Finding the program takes linear time, since the policy writes the response.
 import atexit
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 
+from distflow.builtin_names import REWARDS
+from distflow.config.keys.reward import RewardPart
 from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.code.case_formats_and_assertions import (
     Assertions,
@@ -31,7 +33,7 @@ from distflow.rewards.code.execution import (
 from distflow.rewards.reward_results import Case, left_s, shortened
 from distflow.sandbox.interface import AnySandbox
 from distflow.sandbox.remote import RemoteSandbox
-from distflow.sandbox.sandbox import Sandbox
+from distflow.sandbox.sandbox import Sandbox, probe
 
 Plan = StreamTests | CallTests | Assertions
 LONGEST_S = 60.0
@@ -163,6 +165,12 @@ def score_program(sandbox: AnySandbox, answer: str, ground_truth: object, row: M
     summary = _summary(outcomes, stopped, len(plan.cases if isinstance(plan, Assertions) else plan.inputs))
     summary |= {"program": program and shortened(program), "sandbox": sandbox.level.name, "seconds": box.seconds()}
     return summary
+
+
+def isolation_of(parts: Iterable[RewardPart]) -> str | None:
+    """The isolation of code that reward functions run on this machine, None if they run none here."""
+    executing = (part for part in parts if part.name in REWARDS and REWARDS[part.name].executes_response)
+    return None if all(part.options.get("sandbox") for part in executing) else probe().name
 
 
 @cache

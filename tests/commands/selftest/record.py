@@ -1,6 +1,6 @@
 """Makes `reference.json` anew, after a change that is meant to change results, by
 
-    python -m tests.selftest.record
+    python -m tests.commands.selftest.record
 
 The answers are those of a run of ours; the figures are those of the plain reference loop, trained on them.
 """
@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
+from distflow.commands.selftest.run_numbers import RECORDED, Figures, Recorded, Step, is_update, step_of
+from distflow.commands.selftest.runs import PRESET_KEYS, REPLAYED, Lab
 from distflow.config import load_config
 from distflow.data.batch import Batch
-from distflow.selftest.run_numbers import RECORDED, Figures, Recorded, Step, is_update, step_of
-from distflow.selftest.runs import PRESET_KEYS, REPLAYED, Lab
 from tests.e2e.reference_loop import ReferenceLoop, read_step
 
 NUM_STEPS, BATCH_SIZE = 8, 4

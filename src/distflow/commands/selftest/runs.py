@@ -21,6 +21,7 @@ import transformers
 
 from distflow import NodeRole, TaskGraph, node
 from distflow.cluster.ray_launcher import launch_ray
+from distflow.commands.selftest.run_numbers import Figures, Recorded, figures_of
 from distflow.config import Config, load_config
 from distflow.data.sample import Sample, Segment
 from distflow.launch.make_spec import make_spec
@@ -37,7 +38,6 @@ from distflow.runtime.early_stop_and_signals import Interrupted
 from distflow.runtime.fault_injection import VARIABLE, Fault
 from distflow.runtime.rollout_group import Group
 from distflow.runtime.spec import Launch, Spec
-from distflow.selftest.run_numbers import Figures, Recorded, figures_of
 
 TOKENIZER = "builtin:tiny-arithmetic"
 _SIZES = {
@@ -110,7 +110,7 @@ _STEP_S = 0.05  # the approximate time of a step
 _KEYS = tomllib.loads(Path(__file__).with_name("keys.toml").read_text("utf-8"))
 PRESET_KEYS: dict[str, Sequence[str]] = _KEYS["presets"]
 
-REPLAYED = ("dag.pipeline=distflow.selftest.runs:replayed", "trust.audit_freq=0")
+REPLAYED = ("dag.pipeline=distflow.commands.selftest.runs:replayed", "trust.audit_freq=0")
 """The audit needs engine requests, of which there are none; the reference loop checks each step instead."""
 
 _SHARDED, _UNAUDITED = "actor_rollout_ref.actor.strategy=fsdp", "trust.audit_freq=0"

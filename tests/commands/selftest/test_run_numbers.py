@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from distflow.selftest.compared_runs import TOLERANCE
-from distflow.selftest.run_numbers import (
+from distflow.commands.selftest.compared_runs import TOLERANCE
+from distflow.commands.selftest.run_numbers import (
     RECORDED,
     Differences,
     Figures,
@@ -19,8 +19,8 @@ from distflow.selftest.run_numbers import (
     differences,
     read_recorded,
 )
-from distflow.selftest.runs import PRESET_KEYS, Lab
-from tests.selftest.record import reference, write_recorded
+from distflow.commands.selftest.runs import PRESET_KEYS, Lab
+from tests.commands.selftest.record import reference, write_recorded
 
 STEP = Step([[5, 6], [7]], [[-0.5, -4.0], [-1.0]], [[-0.5, -4.0], [-1.0]], [0.5, 0.0], {"actor/loss": 0.25})
 FIGURES = Figures(
@@ -111,7 +111,7 @@ def test_every_preset_is_recorded(recorded: dict[str, Recorded]) -> None:
 
 @pytest.mark.slow
 def test_the_reference_loop_finds_what_is_recorded(replayed: tuple[Lab, Recorded, Figures]) -> None:
-    """`python -m tests.selftest.record` records anew, after a change that is meant to change results."""
+    """`python -m tests.commands.selftest.record` records anew, after a change that is meant to change results."""
     lab, recorded, _ = replayed
     found = reference(lab, lab.folder / "replayed")
     assert differences(recorded.figures, found).within(TOLERANCE)

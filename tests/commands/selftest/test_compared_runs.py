@@ -11,13 +11,13 @@ import torch
 
 from distflow.cli import main
 from distflow.cluster.ray_launcher import own_ray
+from distflow.commands.selftest import compared_runs, run_numbers, runs
+from distflow.commands.selftest.compared_runs import Row, compare, of_paths, of_workers
+from distflow.commands.selftest.run_numbers import RECORDED, Recorded, read_recorded
 from distflow.observe.run_reader import read_metrics
 from distflow.rollout import engine_weights
 from distflow.rollout.embedded import engine
-from distflow.selftest import compared_runs, run_numbers, runs
-from distflow.selftest.compared_runs import Row, compare, of_paths, of_workers
-from distflow.selftest.run_numbers import RECORDED, Recorded, read_recorded
-from tests.selftest.record import write_recorded
+from tests.commands.selftest.record import write_recorded
 from tests.sparse_params import BY_HAND, one_fast_in
 
 PERTURBED = """
@@ -165,7 +165,7 @@ def test_ranks_that_are_not_added_up_exactly_are_found(
     pipeline: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In replicas and in shards."""
-    keys = (*runs.PRESET_KEYS[pipeline], f"trainer.imports=[tests.selftest.{fault}]")
+    keys = (*runs.PRESET_KEYS[pipeline], f"trainer.imports=[tests.commands.selftest.{fault}]")
     monkeypatch.setitem(runs.PRESET_KEYS, pipeline, keys)
     (recorded,) = only(pipeline).values()
     lab = runs.Lab.of(tmp_path / "lab", pipeline, recorded)

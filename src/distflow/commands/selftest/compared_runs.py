@@ -12,14 +12,14 @@ from typing import Final
 import torch
 
 from distflow.cluster.ray_launcher import NEEDED, is_installed, own_ray
+from distflow.commands.selftest.collectives import check_collectives
+from distflow.commands.selftest.run_numbers import RECORDED, Differences, Figures, Recorded, differences, read_recorded
+from distflow.commands.selftest.runs import TOKENIZER, Lab, write_models
 from distflow.config import Config
 from distflow.errors import RayNotStarted
 from distflow.launch import doctor_device_checks
 from distflow.launch.device_and_threads import accelerator
 from distflow.launch.doctor_device_checks import EXACT, FAILED, OK, Check, Finding, Result, Subject, try_check
-from distflow.selftest.collectives import check_collectives
-from distflow.selftest.run_numbers import RECORDED, Differences, Figures, Recorded, differences, read_recorded
-from distflow.selftest.runs import TOKENIZER, Lab, write_models
 
 TOLERANCE = 5e-6
 """For sums in another order: the reference loop, which may have run on another processor, and several workers. Across
