@@ -130,7 +130,7 @@ async def measure(work: Work, num_workers: int, num_verdicts: int) -> tuple[floa
 async def longest_beside_a_hang(work: Work, hang: tuple[str, str, object] | None, number: int = 100) -> float:
     """Milliseconds that the slowest of so many verdicts took, asked for one after another while `hang` (function,
     response, ground truth) holds the other of two processes."""
-    functions = {"work": work.target, "hang": "distflow.rewards.check_before_run:hang"}
+    functions = {"work": work.target, "hang": "distflow.rewards.self_check:hang"}
     pool = await asyncio.to_thread(PoolSettings(functions, 2, TIMEOUT_S).start)
     try:
         while len(pool._living) < 2:

@@ -25,7 +25,7 @@ from distflow.rewards.reward_functions import FAILS, call_arguments
 from distflow.rewards.reward_results import Error, Score
 from distflow.rollout import engine_weights
 from distflow.rollout.embedded import engine as embedded_engine
-from distflow.rollout.embedded import host_steps
+from distflow.rollout.embedded import request_lane
 from distflow.rollout.embedded import scheduler as sequences
 from distflow.runtime import compiled_node
 from distflow.runtime.compiled_node import Step
@@ -397,7 +397,7 @@ def unclipped(patch: Patch) -> None:
 
 
 def greedy_rollout(patch: Patch) -> None:
-    original = host_steps.sample
+    original = request_lane.sample
 
     def planted(logits: torch.Tensor, rows: Any) -> Any:
         return original(logits * 50, rows)._replace(
@@ -406,7 +406,7 @@ def greedy_rollout(patch: Patch) -> None:
             )[:, 0]
         )
 
-    patch.setattr(host_steps, "sample", planted)
+    patch.setattr(request_lane, "sample", planted)
 
 
 def drops_two_of_three(original: Any) -> Any:

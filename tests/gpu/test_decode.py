@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.embedded.device_steps import DeviceOptions
+from distflow.rollout.embedded.cuda_steps import DeviceOptions
 from distflow.rollout.embedded.paged_kv_cache import state_of, uniforms
 from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.rollout.stops_and_draws import uniforms as host_uniforms

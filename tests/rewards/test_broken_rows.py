@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow.rewards.check_before_run import find_broken
+from distflow.rewards.self_check import find_broken
 
 GOOD = ["assert f(1) == 2"]
 

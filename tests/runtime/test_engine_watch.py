@@ -16,7 +16,7 @@ from torch import Tensor
 from distflow.rollout.engine import GenerateRequest, GenerateResult, SamplingParams, Stream, WeightReceipt
 from distflow.runtime.engine_watch import Deadline, EngineHangs
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_session import Session
+from distflow.runtime.rollout_services import RolloutServices
 from distflow.scheduling.group_states import Version
 from tests.forks import forks
 
@@ -70,12 +70,12 @@ class Engine:
         return WeightReceipt(version)
 
 
-def session_of(engine: Engine, timeout_s: float, stacks: Path | None = None) -> Session:
+def session_of(engine: Engine, timeout_s: float, stacks: Path | None = None) -> RolloutServices:
     parts = Resources(None, (), {}, 0, rollout=engine)  # type: ignore[arg-type]  # nobody asks for a tokenizer
-    return Session(parts, None, engine_deadline=Deadline(timeout_s, stacks))
+    return RolloutServices(parts, None, engine_deadline=Deadline(timeout_s, stacks))
 
 
-def use(session: Session, what: str) -> None:
+def use(session: RolloutServices, what: str) -> None:
     """Ask the session's engine, through what everybody asks it by."""
     engine = session.resources.rollout
     assert engine is not None
@@ -155,7 +155,7 @@ def test_an_engine_that_answers_others_lives() -> None:
     async def sleeps() -> None:
         await asyncio.sleep(next(durations))
 
-    async def asks(session: Session) -> None:
+    async def asks(session: RolloutServices) -> None:
         engine = session.resources.rollout
         assert engine is not None
         long = asyncio.ensure_future(engine.generate(REQUEST))
@@ -187,7 +187,7 @@ def test_a_paused_engine_owes_no_tokens_and_one_that_was_asked_nothing_no_answer
 
 
 def test_giving_requests_up_is_no_sign_of_life() -> None:
-    async def impatient(session: Session) -> None:
+    async def impatient(session: RolloutServices) -> None:
         engine = session.resources.rollout
         assert engine is not None
         while True:

@@ -17,7 +17,7 @@ from distflow.rollout.engine import GenerateResult, Generation
 from distflow.runtime.engine_watch import Deadline, EngineHangs
 from distflow.runtime.loop_thread import LoopBlocked
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_session import Session
+from distflow.runtime.rollout_services import RolloutServices
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import generate_all, make_engine, make_model, prompt_of, request_of, run_all
 
@@ -37,7 +37,7 @@ class Watched:
         self.does: Callable[[], None] = lambda: None
         self.hurry = threading.Event()
         parts = Resources(None, (), {}, 0, rollout=self.engine)  # type: ignore[arg-type]
-        self.session = Session(parts, None, 1.0, Deadline(timeout_s, None), takes_turns=takes_turns)
+        self.session = RolloutServices(parts, None, 1.0, Deadline(timeout_s, None), takes_turns=takes_turns)
 
     def _note(self, *_: object) -> None:
         self.computed_on.add(threading.current_thread())

@@ -32,7 +32,7 @@ from distflow.observe.metrics import Measured
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.compiled_node import Step
-from distflow.runtime.rollout_session import Session
+from distflow.runtime.rollout_services import RolloutServices
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.runtime.worker_ports_and_inputs import WorkerInputs
 from distflow.training.engine import LossFn, TrainEngine
@@ -76,7 +76,7 @@ class Auditor:
         inputs: WorkerInputs,
         pipeline: BoundPipeline,
         training_steps: Sequence[Step],
-        services: Session,
+        services: RolloutServices,
         bring: Callable[[], None],
     ) -> None:
         """bring: brings all models of the worker onto the device."""

@@ -21,7 +21,7 @@ from distflow.config.keys.data import DataConfig
 from distflow.data.encoded_prompts import PromptRow, PromptRows
 from distflow.data.sources import BUILTIN_FOLDER
 from distflow.models.image_inputs import images_of
-from distflow.rewards.check_before_run import find_broken
+from distflow.rewards.self_check import find_broken
 from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS
 from distflow.untrusted_files import matching_files
 

@@ -36,7 +36,7 @@ from distflow.rewards.reward_results import RewardResult
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
 from distflow.runtime.compiled_node import NodeContext, Step
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_session import Session
+from distflow.runtime.rollout_services import RolloutServices
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_ports_and_inputs import WorkerInputs
 from distflow.scheduling.group_states import PromptGroup
@@ -69,7 +69,7 @@ class AuditedRun:
     """
 
     inputs: WorkerInputs
-    services: Session
+    services: RolloutServices
     pipeline: BoundPipeline
     training_steps: Sequence[Step]
     bring: Callable[[], None]

@@ -80,8 +80,8 @@ def rewards_ahead(config: "Config") -> Iterator[None]:
     Raises UserError for an unknown reward.
     """
     from distflow.config.derived_settings import find_pipeline
-    from distflow.rewards.check_before_run import self_check_once
     from distflow.rewards.pool.domain_pools import RewardSettings, pool_settings, started_early
+    from distflow.rewards.self_check import self_check_once
 
     pipeline = find_pipeline(config)
     with ExitStack() as stack:

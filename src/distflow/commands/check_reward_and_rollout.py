@@ -179,8 +179,8 @@ def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool], list[s
 
 def _row(raw: "RawRow", reads_messages: bool, is_chat: bool) -> "Row":
     from distflow.builtin_names import PROMPT_CHAT, PROMPT_MESSAGES
-    from distflow.rewards.check_before_run import whole
     from distflow.rewards.reward_check import Row
+    from distflow.rewards.self_check import whole
 
     prompt = raw.prompt
     asked: dict[str, object] = {}

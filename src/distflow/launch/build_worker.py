@@ -16,7 +16,7 @@ from distflow.runtime.compiled_node import Contexts, compile_steps
 from distflow.runtime.reshard_columns import ColumnReshard
 from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
-from distflow.runtime.rollout_session import Session
+from distflow.runtime.rollout_services import RolloutServices
 from distflow.runtime.run_errors_and_limits import ErrorShare, GroupFailures
 from distflow.runtime.validation import ValidationRunner, Validator
 from distflow.runtime.weight_sync.sender import WeightSync
@@ -31,7 +31,7 @@ def build_worker(inputs: WorkerInputs) -> Worker:
     plan, pipeline, warn = spec.plan.ranks[rank], spec.pipeline(), partial(recorder.note, "warning")
     generating = [each.rank for each in spec.plan.ranks if each.rollout_nodes]
     note = recorder.note if rank in generating[:1] else None
-    services = Session.of(spec, inputs.resources, writes_stacks=True, note=note)
+    services = RolloutServices.of(spec, inputs.resources, writes_stacks=True, note=note)
     resources = services.resources
     if resources.reward_fn is not None:
         resources.reward_fn.has_scored = inputs.version.step > 0

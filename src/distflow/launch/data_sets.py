@@ -49,8 +49,8 @@ from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.models.loading import end_token_ids, has_image_processor
 from distflow.models.paths import resolve_path
-from distflow.rewards.check_before_run import find_broken
 from distflow.rewards.router import check_domains
+from distflow.rewards.self_check import find_broken
 from distflow.scheduling.curriculum_and_difficulty_filter import CurriculumPlan, SkipPlan, load_curriculum
 from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS, DataPlan, DomainPlan, Frequency, total_steps
 

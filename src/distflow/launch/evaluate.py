@@ -11,7 +11,7 @@ from distflow.rewards.reward_results import VALIDATION
 from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.resources import build_resources
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
-from distflow.runtime.rollout_session import Session
+from distflow.runtime.rollout_services import RolloutServices
 from distflow.runtime.run_errors_and_limits import warn_of_errors
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import SampleRows
@@ -48,7 +48,7 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
     if resources.rollout is None:
         with lasting(say, "evaluating"):
             return Evaluation(*validation_loss(spec.validation, actor))
-    session = Session.of(spec, resources, writes_stacks=False)  # the folder of an evaluation is temporary
+    session = RolloutServices.of(spec, resources, writes_stacks=False)  # the folder of an evaluation is temporary
     resources, rollout = session.resources, session.resources.rollout
     assert rollout is not None, "checked above"
     contexts = Contexts(spec.config, resources, {}, updates=None)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
 from distflow.observe.sanitized_output import escape_control
-from distflow.rewards.check_before_run import must_accept
 from distflow.rewards.code.case_formats_and_assertions import (
     AssertTests,
     CallTests,
@@ -25,6 +24,7 @@ from distflow.rewards.pool.pool import Pool, PoolSettings, RewardPool
 from distflow.rewards.pool.worker import NO_NETWORK, TEXTS, probe_target
 from distflow.rewards.reward_check import FORMS, Row, arguments_of, reply_of, right_responses
 from distflow.rewards.reward_results import Score, Timeout, is_right, own_reward_result
+from distflow.rewards.self_check import must_accept
 
 if TYPE_CHECKING:  # it loads torch
     from distflow.rewards.router import RewardRouter

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from distflow.builtin_names import is_own
 from distflow.errors import UserError
 from distflow.import_target import line_of, split_name
-from distflow.rewards.check_before_run import why
 from distflow.rewards.extracted_answers import bare_answer
 from distflow.rewards.pool.domain_pools import (
     DEFAULT_DOMAIN,
@@ -29,6 +28,7 @@ from distflow.rewards.pool.domain_pools import (
 from distflow.rewards.pool.pool import Pool, RewardPool
 from distflow.rewards.reward_functions import PARAMETERS, PROMPT, call_arguments, target_of
 from distflow.rewards.reward_results import ACC, RIGHT, RewardResult, Score, Timeout, own_reward_result, scored_right
+from distflow.rewards.self_check import why
 
 OWN = "own response"
 FORMS: Mapping[str, str] = {

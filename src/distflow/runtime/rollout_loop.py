@@ -20,7 +20,7 @@ from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngi
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps, episode_results, score_samples
-from distflow.runtime.oversampling_and_turn_rounds import EarlyStop, Rounds, cancel
+from distflow.runtime.generation_batches import EarlyStop, Rounds, cancel
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_group import Group, accuracy_of, finished_group
 from distflow.runtime.run_errors_and_limits import Failure, NodeError

@@ -20,7 +20,7 @@ from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_group import Group
 from distflow.runtime.rollout_loop import RolloutLoop
-from distflow.runtime.rollout_session import Session
+from distflow.runtime.rollout_services import RolloutServices
 from distflow.runtime.run_errors_and_limits import NodeError, warn_of_errors
 from distflow.runtime.spec import ValidationSet
 from distflow.runtime.step_metrics import Outcomes, SampleRows, ValidationResults, sample_rows
@@ -144,7 +144,12 @@ class ValidationRunner:
     """A worker's part in the validation. step: of the last validation."""
 
     def __init__(
-        self, inputs: WorkerInputs, services: Session, validator: Validator, offload: Offload, auditor: StepAuditor
+        self,
+        inputs: WorkerInputs,
+        services: RolloutServices,
+        validator: Validator,
+        offload: Offload,
+        auditor: StepAuditor,
     ) -> None:
         self._auditor = auditor
         self._spec, self._ports, self._recorder = inputs.spec, inputs.ports, inputs.recorder

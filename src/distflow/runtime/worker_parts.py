@@ -10,7 +10,7 @@ from distflow.runtime.compiled_node import Contexts, Step
 from distflow.runtime.reshard_columns import ColumnReshard
 from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_loop import RolloutLoop
-from distflow.runtime.rollout_session import Session
+from distflow.runtime.rollout_services import RolloutServices
 from distflow.runtime.run_errors_and_limits import ErrorShare
 from distflow.runtime.validation import ValidationRunner
 from distflow.runtime.weight_sync.sender import WeightSync
@@ -23,7 +23,7 @@ class WorkerParts:
     order. reward_counts: of this worker's reward calls since the last call."""
 
     inputs: WorkerInputs
-    services: Session
+    services: RolloutServices
     training_nodes: Sequence[Step]
     checks: StepChecks
     auditor: StepAuditor

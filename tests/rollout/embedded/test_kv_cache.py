@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from distflow.models.cached_decoder import DecoderView
-from distflow.rollout.embedded import EmbeddedEngine, host_steps
-from distflow.rollout.embedded.device_steps import DeviceOptions
+from distflow.rollout.embedded import EmbeddedEngine, request_lane
+from distflow.rollout.embedded.cuda_steps import DeviceOptions
 from distflow.rollout.embedded.kv_cache import PrefixCache
 from distflow.rollout.engine import GenerateRequest, Generation
 from distflow.scheduling.group_states import Version
@@ -165,7 +165,7 @@ def test_the_oldest_blocks_go_when_room_is_needed(monkeypatch: pytest.MonkeyPatc
 
     config = model.config
     bytes_per_token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    monkeypatch.setattr(host_steps, "PREFIX_CACHE_BYTES", 20 * 16 * bytes_per_token)
+    monkeypatch.setattr(request_lane, "PREFIX_CACHE_BYTES", 20 * 16 * bytes_per_token)
     story(model, tell)
     story(model, tell, on_device=few)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distflow.models.cached_decoder import DecoderView
-from distflow.rollout.embedded.device_steps import AsyncSteps, DeviceOptions, padded, rounded
+from distflow.rollout.embedded.cuda_steps import AsyncSteps, DeviceOptions, padded, rounded
 from distflow.rollout.embedded.paged_kv_cache import (
     NEXT,
     TRASH,

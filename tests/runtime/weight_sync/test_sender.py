@@ -97,7 +97,7 @@ class Canary:
         return {"canary/mean_abs": float(at_start)}
 
 
-class Session:
+class Services:
     """Runs coroutines that never wait."""
 
     def call(self, work: Any) -> Any:
@@ -109,7 +109,7 @@ class Session:
 
 
 def weight_sender(port: Port, *, sends: bool = True, canary: Any = None) -> WeightSender:
-    return WeightSender(Actor(), port, torch.bfloat16, sends=sends, canary=canary, session=Session())  # type: ignore[arg-type]
+    return WeightSender(Actor(), port, torch.bfloat16, sends=sends, canary=canary, session=Services())  # type: ignore[arg-type]
 
 
 def test_a_version_is_pushed_in_buckets_of_the_engine_s_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ class Engine:
 
 
 def receive_from(engine: Engine) -> Any:
-    return WeightReceiver(engine, Session(), Waits())  # type: ignore[arg-type]
+    return WeightReceiver(engine, Services(), Waits())  # type: ignore[arg-type]
 
 
 def test_a_receiver_asks_the_engine_what_it_holds() -> None:

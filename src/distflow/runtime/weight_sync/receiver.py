@@ -12,7 +12,7 @@ from distflow.errors import TrustError
 from distflow.observe.writing.timing import Waits
 from distflow.rollout.engine import RolloutEngine, WeightReceipt
 from distflow.runtime import fault_injection
-from distflow.runtime.rollout_session import Session
+from distflow.runtime.rollout_services import RolloutServices
 from distflow.runtime.weight_sync.bucket_files import SentBucket, Spoiled, hash_of, pack
 from distflow.runtime.weight_sync.protocol import Bucket, Detach, Receive
 from distflow.scheduling.group_states import Version
@@ -34,7 +34,7 @@ class WeightReceiver:
     its version or weights differ from the receipt.
     """
 
-    def __init__(self, engine: RolloutEngine, session: Session, waits: Waits) -> None:
+    def __init__(self, engine: RolloutEngine, session: RolloutServices, waits: Waits) -> None:
         self._engine, self._session, self._waits = engine, session, waits
 
     def __call__(self, version: Version, weights: Bucket | None) -> WeightReceipt:

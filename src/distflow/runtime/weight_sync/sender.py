@@ -24,7 +24,7 @@ from distflow.rollout.engine_weights import stripe_hashes, striped_places
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.resources import Offload
-from distflow.runtime.rollout_session import Session
+from distflow.runtime.rollout_services import RolloutServices
 from distflow.runtime.weight_sync.protocol import Bucket, WeightPort
 from distflow.runtime.worker_ports_and_inputs import WorkerInputs
 from distflow.scheduling.group_states import Version
@@ -62,7 +62,7 @@ class WeightSender:
     _: KW_ONLY
     sends: bool
     canary: Canary | None
-    session: Session
+    session: RolloutServices
     hashes: dict[str, str] = field(default_factory=dict, init=False)
     _version: Version | None = field(default=None, init=False)
 
@@ -130,7 +130,7 @@ class WeightSync:
     def __init__(
         self,
         inputs: WorkerInputs,
-        services: Session,
+        services: RolloutServices,
         updates: Updates,
         offload: Offload,
         canary: Canary | None,

@@ -8,8 +8,8 @@ import pytest
 
 from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.errors import UserError
-from distflow.rewards import check_before_run as self_check_module
-from distflow.rewards.check_before_run import known_cases, run_self_check, self_check_faults, self_check_scores
+from distflow.rewards import self_check as self_check_module
+from distflow.rewards.self_check import known_cases, run_self_check, self_check_faults, self_check_scores
 from tests.rewards.routers import make_router
 
 NOT_KNOWN = (CUSTOM_REWARD, "judge", "model", "verifiers")  # their cases

@@ -18,10 +18,10 @@ from typing import TypeVar
 
 from distflow.data.encoded_prompts import PromptRow
 from distflow.rewards.adversarial_responses import NUM_ROWS, notes_of
-from distflow.rewards.check_before_run import Solution, find_solution, run_self_check, self_check_scores, try_solutions
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.reward_check import Row, call_first
 from distflow.rewards.router import RewardRouter
+from distflow.rewards.self_check import Solution, find_solution, run_self_check, self_check_scores, try_solutions
 from distflow.rollout.engine import Hosted, RolloutEngine, Stretch
 from distflow.runtime.early_stop_and_signals import leave_at_once
 from distflow.runtime.engine_watch import STACKS, Deadline, EngineHangs, WatchedEngine
@@ -138,7 +138,7 @@ class HostThread:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error) if error is not None else None)
 
 
-class Session:
+class RolloutServices:
     """A context manager; inside, coroutines run on its thread. For one other thread, which creates and enters it.
 
     The futures and events of engine and reward functions belong to that thread's loop: they are entered, awaited and
@@ -171,7 +171,7 @@ class Session:
         self._stack = AsyncExitStack()
 
     @staticmethod
-    def of(spec: Spec, resources: Resources, writes_stacks: bool, note: Note | None = None) -> "Session":
+    def of(spec: Spec, resources: Resources, writes_stacks: bool, note: Note | None = None) -> "RolloutServices":
         """The session of a worker. If `trust.check_rewards` is on, its reward functions are tested on its first rows.
 
         writes_stacks: of all threads, into the run's folder, if the engine hangs. note: called for failing reference
@@ -185,9 +185,9 @@ class Session:
         blocked_after_s = options.timeout_s * max(each.group_size or spec.data.group_size for each in spec.data.sources)
         # From the config: the selftest has the engine of a run with staleness, and a sample queue without.
         takes_turns = spec.config.async_.max_staleness == 0
-        return Session(resources, check_rewards, blocked_after_s, deadline, takes_turns)
+        return RolloutServices(resources, check_rewards, blocked_after_s, deadline, takes_turns)
 
-    def __enter__(self) -> "Session":
+    def __enter__(self) -> "RolloutServices":
         self._thread.__enter__()
         with ExitStack() as if_it_fails:  # Python does not call `__exit__` then, and services may already run
             if_it_fails.push(self.__exit__)

@@ -7,7 +7,7 @@ import pytest
 
 from distflow.rewards.router import RewardRouter
 from distflow.runtime.resources import Resources, build_resources
-from distflow.runtime.rollout_session import Session
+from distflow.runtime.rollout_services import RolloutServices
 from tests.e2e.runs import Playground
 from tests.rewards.routers import pids_of
 
@@ -33,7 +33,7 @@ def test_leaving_cancels_work_before_it_closes_what_the_work_needs(ground: Playg
             assert resources.reward_fn is not None
             seen.append("closed" if resources.reward_fn.pools.of("default").closed else "open")
 
-    with pytest.raises(KeyError, match="the first"), Session(resources, None) as session:
+    with pytest.raises(KeyError, match="the first"), RolloutServices(resources, None) as session:
         future = session.start(works())
         session.call(asyncio.sleep(0))
         raise KeyError("the first")
@@ -53,7 +53,7 @@ def test_a_service_that_cannot_end_is_told_only_where_nothing_failed_before(
     monkeypatch.setattr(RewardRouter, "close", fails)
     for first, told in ((KeyError("the first"), "the first"), (None, "the second")):
         resources = resources_of(ground)
-        with pytest.raises((KeyError, OSError), match=told), Session(resources, None):
+        with pytest.raises((KeyError, OSError), match=told), RolloutServices(resources, None):
             if first is not None:
                 raise first
 
@@ -64,7 +64,7 @@ def test_a_loop_that_dies_ends_the_session_and_fails_the_trainer_s_call(ground: 
     async def exits() -> None:
         raise SystemExit(3)
 
-    with pytest.raises(RuntimeError, match="has ended"), Session(resources, None) as session:
+    with pytest.raises(RuntimeError, match="has ended"), RolloutServices(resources, None) as session:
         waiting = session.start(asyncio.Event().wait())
         session.start(exits())
         waiting.result(20)

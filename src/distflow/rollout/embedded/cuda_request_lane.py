@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distflow.models.cached_decoder import DecoderView, PromptKV
-from distflow.rollout.embedded.device_steps import AsyncSteps
+from distflow.rollout.embedded.cuda_steps import AsyncSteps
 from distflow.rollout.embedded.kv_cache import PromptCache
 from distflow.rollout.embedded.paged_kv_cache import Lease, PageCopy
 from distflow.rollout.embedded.sampler import NOT_FINITE

@@ -10,7 +10,7 @@ import torch
 
 from distflow.errors import UserError
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.embedded.device_steps import DeviceOptions
+from distflow.rollout.embedded.cuda_steps import DeviceOptions
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Stream
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import (
