@@ -128,6 +128,17 @@ VLLM_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"moe_intermediate_size": 32, "hidden_size": 128},
     "qwen3_moe": {"moe_intermediate_size": 32},
     "olmoe": {"hidden_size": 128},
+    "ernie4_5": {},
+    "exaone4": {},
+    "gemma2": {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    "glm4": {},
+    "glm4_moe": {"moe_intermediate_size": 32, "hidden_size": 128},
+    "granite": {},
+    "granitemoe": {"intermediate_size": 32, "hidden_size": 128},
+    "olmo": {},
+    "olmo3": {},
+    "smollm3": {},
+    "stablelm": {"hidden_size": 128},
 }
 
 
