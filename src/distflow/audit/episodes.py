@@ -190,10 +190,11 @@ def _rendered(
     if not tokenizer.is_fast:
         return None
     tail, closing = (_behind(tokenizer, text) for text in (render([*asked, *messages], True), render(asked, False)))
-    stops, is_closed = recorded.run.resources.stop_token_ids, before[-1] in recorded.run.resources.stop_token_ids
+    stops = recorded.run.resources.stop_token_ids
     same = sum(takewhile(bool, map(eq, tail, closing)))
     end = next((i + 1 for i in range(same) if tail[i] in stops), 0)
-    return tail[end if is_closed else 0 :]
+    is_same = tail[:1] == [before[-1]]  # some templates write the end of a turn only at the beginning of the next
+    return tail[(end or is_same) if before[-1] in stops else 0 :]
 
 
 def _behind(tokenizer: Any, text: str) -> list[int]:
