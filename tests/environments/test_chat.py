@@ -476,3 +476,20 @@ def test_a_chat_asks_for_one_reply_at_a_time_and_goes_on_when_nobody_waits_for_i
         return [segment.token_ids for segment in chat.segments]
 
     assert asyncio.run(talk()) == [(1, 2), (5,), (3,), (6,)]
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2.5"])
+def test_text_is_appended_without_a_space(name: str) -> None:
+    """SentencePiece puts one in front of each text that it encodes."""
+    family, texts = FAMILIES[name](), ["2 + 2=", "=?", " two", "\n\nagain", "x"]
+    engine = Engine([ids(family, "4")] * 5)
+    chat = chat_of(family, engine)
+    chat.templated = False
+
+    async def talk() -> None:
+        for text in texts:
+            await chat.ask(text)
+
+    asyncio.run(talk())
+    told = family.tokenizer.decode(engine.asked[-1][0]).strip()
+    assert told.replace(" 4", "4") == "4".join(texts), "the replies' own space is theirs"

@@ -173,7 +173,11 @@ def _rendered(
         return list(said)
     if isinstance(said, str) and not turn.templated:
         text = "".join(str(message.get("content", "")) for message in history) + said
-        return list(tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"])
+        if begins:
+            return list(tokenizer(text, verbose=False)["input_ids"])
+        starts = [(tokenizer.encode(each, add_special_tokens=False), each) for each in ("\n", "x", "")]
+        wholes = [(start, tokenizer.encode(each + text, add_special_tokens=False)) for start, each in starts]
+        return next(whole[len(start) :] for start, whole in wholes if whole[: len(start)] == start)
     messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
     messages = [messages] if isinstance(messages, Mapping) else list(messages)
     data, domain = recorded.config.data, recorded.config.data.domains.get(sample["domain"])

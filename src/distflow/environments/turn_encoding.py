@@ -78,8 +78,15 @@ class TurnTokens:
         return template
 
     def of_text(self, text: str, *, begins: bool) -> tuple[int, ...]:
-        """Plain text; at the beginning with the tokenizer's own special tokens."""
-        return self._ids(text, special=begins)
+        """Plain text; at the beginning with the tokenizer's own special tokens, later without the space that some
+        tokenizers put in front of a text."""
+        if begins:
+            return self._ids(text, special=True)
+        for before in ("\n", "x"):
+            start, whole = self._ids(before), self._ids(before + text)
+            if whole[: len(start)] == start:
+                return whole[len(start) :]
+        return self._ids(text)
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[int, ...]:
         """The tokens of the first prompt. Raises TemplateError."""
