@@ -115,7 +115,7 @@ def named_twice(text: str) -> str:
     """The first key that a mapping of the command line names twice; empty if there is none, or the text is no YAML."""
     try:
         node = yaml.SafeLoader(text).get_single_node() if text.startswith("{") else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return ""
     found = list[Problem]()
     if isinstance(node, yaml.MappingNode):
