@@ -19,7 +19,7 @@ from distflow.rewards.router import RewardRouter
 from distflow.scheduling.curriculum_and_difficulty_filter import Skips
 from tests.e2e.runs import REWARD, Playground
 from tests.environments.test_tool_workflow import Callers
-from tests.environments.test_training import Games
+from tests.environments.test_training import Games, saved
 from tests.rewards.test_judge_reward import reward_result
 from tests.rewards.test_judge_reward import server as server
 
@@ -35,6 +35,11 @@ async def paid(chat, row):
     chat.reward(0.5)
     other = await chat.fork().ask("!", max_tokens=3)
     return 2.0 + sum(map(ord, other.text)) % 5
+
+async def talk(chat, row):
+    for said in (row.prompt, "no", "so", "then"):
+        reply = await chat.ask(said, max_tokens=6)
+    return sum(map(ord, reply.text)) % 5
 
 async def scored(chat, row, reward_fn):
     first = await chat.ask(row.prompt, max_tokens=4)
@@ -135,6 +140,16 @@ def test_tokens_between_turns(ground: Games, monkeypatch: Patch) -> None:
     )
     with pytest.raises(TrustError, match=r"found \(episodes\): the tokens before token .* of what its workflow said"):
         run_chats(ground)
+
+
+@pytest.mark.slow
+def test_a_template_that_ends_a_turn_where_the_next_begins(ground: Games) -> None:
+    turns = "{% for m in messages %}{{ '<eos>' + m.role + ':' + m.content }}{% endfor %}"
+    prompt = "{% if add_generation_prompt %}{{ '<eos>a:' }}{% endif %}"
+    (ground.folder / "model" / "chat_template.jinja").write_text(turns + prompt)
+    batch = saved(run_chats(ground, "talk", "trainer.save_groups=all", "trust.audit_freq=1"))
+    ids, is_end = batch["response_ids"], (batch["response_ids"] == 2) & (batch["response_mask"] > 0)
+    assert is_end[:, :-1].any() and not (is_end[:, :-1] & (ids[:, 1:] == 2)).any()
 
 
 @pytest.mark.slow

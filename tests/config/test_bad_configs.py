@@ -88,6 +88,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "a sweep": ("grpo", ["data.seed=1,2"], "'data.seed=1,2'", ("several runs",)),
     "a decimal comma": ("grpo", [f"{ACTOR}.optim.lr=1,5e-5"], f"'{ACTOR}.optim.lr=1,5e-5'", (".lr=1.5e-5",)),
     "a range": ("grpo", ["data.seed=range(1,3)"], "'data.seed=range(1,3)'", ("several runs",)),
+    "an agent twice": (
+        "grpo",
+        [f"{ROLLOUT}.agents={{a: {{}}, b: {{}}, a: {{trainable: false}}}}"],
+        f"'{ROLLOUT}.agents={{a: {{}}, b: {{}}, a: {{trainable: false}}}}'",
+        ("names a twice",),
+    ),
     "a group choice": ("grpo", ["algorithm/kl=x"], "'algorithm/kl=x'", ("names a file",)),
     "nothing to remove": ("grpo", ["~trainer.seed"], "~trainer.seed", ("nothing to remove",)),
     "a group as a value": ("grpo", ["critic=null"], "critic", ("group of keys", "critic.model.path")),

@@ -47,6 +47,22 @@ PLAIN = (
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 
+# The model ends a turn with the mark of the next speaker, so a turn has no end in the template.
+GLM = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+# The end token stands only between turns.
+ENDED_LATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
+    "{% if add_generation_prompt or not loop.last %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+NUMBERED = (
+    "{% for message in messages %}{{ '<|im_start|>' ~ loop.index ~ message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+)
+
 # The header is inside the mark, and so is the line break behind the end.
 MARKED_WIDE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}"
@@ -77,6 +93,7 @@ CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 LLAMA3_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>")
 MISTRAL_TOKENS = ("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]")
 PHI3_TOKENS = ("<s>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+GLM_TOKENS = ("<|user|>", "<|assistant|>")
 GEMMA_TOKENS = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
 
 DEEPSEEK_TOKENS = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>")

@@ -280,7 +280,7 @@ def test_a_command_is_run_with_its_row_and_scored_by_its_trace_or_the_runs_funct
         ({"function": "{}/agents.py:judged"}, "the parameter 'conversations'"),
         ({"function": "{}/agents.py:several", "rewards": "x"}, "no such option; did you mean 'reward'"),
         ({"function": "{}/agents.py:several", "format": "xlm"}, "no such format of tool calls; did you mean 'xml'"),
-        ({"function": "{}/agents.py:several", "max_calls": "0"}, "max_calls=0: set at least 1"),
+        ({"function": "{}/agents.py:several", "max_calls": "0"}, "max_calls=0: set a number above 0"),
     ],
 )
 def test_options_that_cannot_work_are_refused_at_the_start(games: Games, values: dict[str, str], said: str) -> None:

@@ -200,6 +200,47 @@ def test_a_template_without_end_tokens_adds_its_own_text() -> None:
     assert "no end token is known" in chat.tokens.describe()[1]
 
 
+@pytest.mark.parametrize(
+    ("template", "tokens", "end"),
+    [(of.GLM, of.GLM_TOKENS, "<|user|>"), (of.ENDED_LATE, of.CHATML_TOKENS, "<|im_end|>")],
+)
+def test_an_end_token_that_the_next_turn_begins_with_is_not_there_twice(
+    template: str, tokens: tuple[str, ...], end: str
+) -> None:
+    family = Family(of.byte_level(template, tokens, end), end)
+    engine = Engine([ids(family, f"seven{end}"), ids(family, "cut"), ids(family, "9")])
+    chat = chat_of(family, engine)
+
+    async def talk() -> None:
+        for asked in ("3 + 4?", "No.", "So?"):
+            await chat.ask(asked)
+
+    asyncio.run(talk())
+    said = [("user", "3 + 4?"), ("assistant", "seven"), ("user", "No."), ("assistant", "cut"), ("user", "So?")]
+    wanted = rendered(family, [{"role": role, "content": text} for role, text in said])
+    assert list(engine.asked[2][0]) == wanted
+
+
+def test_a_template_that_numbers_turns_is_told() -> None:
+    family = Family(of.byte_level(of.NUMBERED, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>")
+    assert "differently by its place" in chat_of(family, Engine([])).tokens.describe()[-1]
+
+
+def test_any_text_may_be_said() -> None:
+    """Even one with the stand-ins by which the tokens between turns are found."""
+    family = FAMILIES["qwen2.5"]()
+    engine = Engine([ids(family, "seven<|im_end|>"), ids(family, "8")])
+    chat, said = chat_of(family, engine), "stand-in reply again: stand-in question, stand-in reply"
+
+    async def talk() -> None:
+        await chat.ask("3 + 4?")
+        await chat.ask(said)
+
+    asyncio.run(talk())
+    messages = [("user", "3 + 4?"), ("assistant", "seven"), ("user", said)]
+    assert list(engine.asked[1][0]) == rendered(family, [{"role": role, "content": text} for role, text in messages])
+
+
 def test_a_rows_prompt_and_token_ids_are_passed_as_they_are() -> None:
     family = FAMILIES["qwen2.5"]()
     engine = Engine([[5, 6], [7], [8]])
@@ -435,3 +476,20 @@ def test_a_chat_asks_for_one_reply_at_a_time_and_goes_on_when_nobody_waits_for_i
         return [segment.token_ids for segment in chat.segments]
 
     assert asyncio.run(talk()) == [(1, 2), (5,), (3,), (6,)]
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2.5"])
+def test_text_is_appended_without_a_space(name: str) -> None:
+    """SentencePiece puts one in front of each text that it encodes."""
+    family, texts = FAMILIES[name](), ["2 + 2=", "=?", " two", "\n\nagain", "x"]
+    engine = Engine([ids(family, "4")] * 5)
+    chat = chat_of(family, engine)
+    chat.templated = False
+
+    async def talk() -> None:
+        for text in texts:
+            await chat.ask(text)
+
+    asyncio.run(talk())
+    told = family.tokenizer.decode(engine.asked[-1][0]).strip()
+    assert told.replace(" 4", "4") == "4".join(texts), "the replies' own space is theirs"

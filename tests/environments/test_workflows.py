@@ -66,6 +66,18 @@ def test_what_is_no_workflow_is_refused(tmp_path: Path, name: str, said: str) ->
         load_workflow(f"{tmp_path}/own.py:{name}", {})
 
 
+@pytest.mark.parametrize("limit", [{"max_turns": 0}, {"max_turns": 1.5}, {"max_turns": True}])
+@pytest.mark.parametrize("name", ["multi_turn", "tools", "environment", "harbor"])
+def test_limits_are_above_zero(name: str, limit: dict[str, object]) -> None:
+    with pytest.raises(UserError, match=r"workflow_kwargs.max_turns=\S+: set a number above 0"):
+        load_workflow(name, limit)
+
+
+def test_a_timeout_is_above_zero() -> None:
+    with pytest.raises(UserError, match=r"timeout_s=-1: set a number above 0"):
+        load_workflow("by_domain", {"default": {"workflow": "tools", "tools": ["calculator"], "timeout_s": -1}})
+
+
 def test_areals_form_is_a_workflow_as_a_class_with_options_and_as_an_object(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(FILE)
     for name, options in (("ByAReaL", {"reward_fn": 1}), ("made", {})):

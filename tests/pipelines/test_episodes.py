@@ -362,6 +362,19 @@ def test_the_rest_of_the_score_is_the_last_reply_s_in_time() -> None:
     assert written["turn_index"].tolist() == [0, -1, 1, -1, -1, -1, 2] * 2
 
 
+def test_a_reply_without_room_is_not_the_one_that_earns_the_rest_of_the_score() -> None:
+    async def run(chat: Chat, row: Row) -> float:
+        await chat.ask((7,))
+        side = chat.fork()
+        await side.ask((6,))
+        assert not (await chat.ask((4,) * 9)).token_ids
+        return 1.0
+
+    group = asyncio.run(run_group(run, Engine(), 0))
+    assert [sample.last_turn for sample in group.samples] == [1, 1], "the fork's"
+    assert [sample.finish_reason for sample in group.samples] == ["length", "length"]
+
+
 def test_what_an_episode_changes_in_its_row_no_other_sees() -> None:
     seen = list[list[int]]()
 

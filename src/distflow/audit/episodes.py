@@ -173,7 +173,11 @@ def _rendered(
         return list(said)
     if isinstance(said, str) and not turn.templated:
         text = "".join(str(message.get("content", "")) for message in history) + said
-        return list(tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"])
+        if begins:
+            return list(tokenizer(text, verbose=False)["input_ids"])
+        starts = [(tokenizer.encode(each, add_special_tokens=False), each) for each in ("\n", "x", "")]
+        wholes = [(start, tokenizer.encode(each + text, add_special_tokens=False)) for start, each in starts]
+        return next(whole[len(start) :] for start, whole in wholes if whole[: len(start)] == start)
     messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
     messages = [messages] if isinstance(messages, Mapping) else list(messages)
     data, domain = recorded.config.data, recorded.config.data.domains.get(sample["domain"])
@@ -190,10 +194,11 @@ def _rendered(
     if not tokenizer.is_fast:
         return None
     tail, closing = (_behind(tokenizer, text) for text in (render([*asked, *messages], True), render(asked, False)))
-    stops, is_closed = recorded.run.resources.stop_token_ids, before[-1] in recorded.run.resources.stop_token_ids
+    stops = recorded.run.resources.stop_token_ids
     same = sum(takewhile(bool, map(eq, tail, closing)))
     end = next((i + 1 for i in range(same) if tail[i] in stops), 0)
-    return tail[end if is_closed else 0 :]
+    is_same = tail[:1] == [before[-1]]  # some templates write the end of a turn only at the beginning of the next
+    return tail[(end or is_same) if before[-1] in stops else 0 :]
 
 
 def _behind(tokenizer: Any, text: str) -> list[int]:

@@ -23,7 +23,7 @@ from distflow.environments.endpoint import Endpoint, Session
 from distflow.environments.endpoint_call_types import Answer, Call, RequestError
 from distflow.environments.endpoint_conversations import Conversations
 from distflow.environments.tool_calls import FORMATS
-from distflow.environments.user_process import ProcessServer
+from distflow.environments.user_process import MadeByOptions, ProcessServer, options_of
 from distflow.environments.workflows import REWARD, RewardFn, Row
 from distflow.errors import UserError, hint
 from distflow.import_target import check_server_packages
@@ -32,7 +32,7 @@ KEY = "workflow_kwargs"
 _LOOPBACK = "127.0.0.1,localhost"
 
 
-class AgentWorkflow:
+class AgentWorkflow(MadeByOptions):
     """Runs a function or a command in a separate process per episode, and answers its calls with the policy until it
     ends. The score is the function's result, or that of `reward`."""
 
@@ -49,6 +49,7 @@ class AgentWorkflow:
         """function, reward: file.py:name or module:name. kwargs: further arguments of the function. reward: a function
         of the messages, or `reward_fn` for the run's reward functions. format: of tool calls; None for the chat
         template's. max_calls: maximum of calls answered per episode. Raises UserError."""
+        self._options = options_of(locals())
         if (function is None) == (command is None):
             raise UserError(f"{KEY}: the workflow agent needs either function or command")
         if kwargs and function is None:
@@ -57,8 +58,6 @@ class AgentWorkflow:
             raise UserError(f"{KEY}.reward is missing: a command returns no score. Name a function, or {REWARD}")
         if format is not None and format not in FORMATS:
             raise UserError(f"{KEY}.format={format}: no such format of tool calls{hint(format, FORMATS)}")
-        if type(max_calls) is not int or max_calls < 1:
-            raise UserError(f"{KEY}.max_calls={max_calls!r}: set at least 1")
         check_server_packages("the endpoint", "endpoint")
         self.uses_reward_fn = reward == REWARD
         self._reward = None if self.uses_reward_fn else reward
@@ -72,19 +71,6 @@ class AgentWorkflow:
         self._server = ProcessServer(f"{agent_process.__name__}:Agent", options)
         weakref.finalize(self, self._server.close)
         self._format, self._max_calls, self._endpoint = format, max_calls, cast(Endpoint | None, None)
-        self._made_by: partial[AgentWorkflow] = partial(
-            AgentWorkflow,
-            function=function,
-            command=command,
-            kwargs=kwargs,
-            reward=reward,
-            format=format,
-            max_calls=max_calls,
-        )
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """In another process it has its own server and endpoint."""
-        return self._made_by, ()
 
     async def __call__(self, chat: Chat, row: Row, reward_fn: RewardFn | None = None) -> object:
         """Raises CallFailed if the agent fails, RequestError if it makes no call: errors of the episode."""
@@ -126,10 +112,12 @@ class VerifiersWorkflow(AgentWorkflow):
         self, *, env: Mapping[str, object] | None = None, format: str | None = None, max_calls: int = 64
     ) -> None:
         """env: config of the environment, beside its taskset. Raises UserError."""
+        options = options_of(locals())
         if importlib.util.find_spec(VERIFIERS) is None:
             raise UserError(f"the workflow verifiers {missing(VERIFIERS)}")
         target = "distflow.environments.verifiers_episode:play"
         super().__init__(function=target, kwargs={"env": dict(env or {})}, format=format, max_calls=max_calls)
+        self._options = options
 
 
 class _Calls:

@@ -83,7 +83,8 @@ class Chat:
     "forked", "rewritten", or for an agent's call (see `Conversations`). conversations: all of the episode, including
     this one; the one with the last reply is the last. agent: the
     conversation's agent, if the episode has several. max_tokens, stop: of each of its replies, besides those of the
-    call. waiting: whether it waits for a reply. image_store: the folder of the images that it shows.
+    call. waiting: whether it waits for a reply. drawn_at: the place in time of its last reply that has tokens.
+    image_store: the folder of the images that it shows.
     """
 
     tokens: "TurnTokens"
@@ -109,6 +110,7 @@ class Chat:
     image_store: Path = Path()
     conversations: list["Chat"] = field(default_factory=list, repr=False)
     waiting: bool = field(default=False, init=False)
+    drawn_at: int = field(default=0, init=False)
     _num_forks: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -183,6 +185,7 @@ class Chat:
             owner: Owner = "prompt" if begins else "tool" if is_tools else "environment"
             self.segments.append(Segment(owner, given, images=tuple(images)))
         self.segments.append(replace(drawn, turn=turn))
+        self.drawn_at = 1 + max(each.drawn_at for each in self.conversations)
         note_event("turn", self.name, self.templated, said, self.tools, drawn.token_ids)
         note_event("limit", self.name, max_tokens, tuple(stop), drawn.token_ids)
         reply = Reply(self.tokens.decode(drawn.token_ids), drawn.token_ids, reason)

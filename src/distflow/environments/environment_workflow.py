@@ -3,16 +3,15 @@
 import hashlib
 import weakref
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, cast
 
 from distflow.environments import environment_adapters
 from distflow.environments.chat import Chat, Reply
-from distflow.environments.user_process import ProcessServer
+from distflow.environments.user_process import MadeByOptions, ProcessServer, options_of
 from distflow.environments.workflows import Row
 
 
-class EnvironmentWorkflow:
+class EnvironmentWorkflow(MadeByOptions):
     """Sends the model each observation and takes its reply as the action, until the environment ends the episode or
     after `max_turns` actions. The score is the sum of the rewards, each of which belongs to its turn."""
 
@@ -21,21 +20,12 @@ class EnvironmentWorkflow:
     ) -> None:
         """env: module:Class, file.py:function, a gymnasium id, or the address of an OpenEnv server. timeout_s: of each
         `reset` and `step`. Raises UserError."""
+        self._options = options_of(locals())
         kind = "OpenEnv" if env.startswith(("http://", "https://")) else "TextEnv"
         target = f"{environment_adapters.__name__}:{kind}"
         self._server = ProcessServer(target, {"env": env, "options": dict(env_kwargs or {})})
         weakref.finalize(self, self._server.close)
         self._max_turns, self._timeout_s = max_turns, timeout_s
-        self._options: dict[str, Any] = {
-            "env": env,
-            "env_kwargs": env_kwargs,
-            "max_turns": max_turns,
-            "timeout_s": timeout_s,
-        }
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """In another process it has its own server."""
-        return partial(type(self), **self._options), ()
 
     async def __call__(self, chat: Chat, row: Row) -> float:
         """Play an episode. Raises CallFailed, an error of the episode, if the environment fails."""

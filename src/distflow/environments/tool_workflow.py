@@ -8,7 +8,6 @@ import shutil
 import stat
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from distflow.environments.chat import Chat, Reply
 from distflow.environments.tool_calls import FORMATS, ToolCall, find_tool_calls, format_of
 from distflow.environments.tools import Entry, Tools
 from distflow.environments.tools_in_process import ToolAnswer, bounded
+from distflow.environments.user_process import MadeByOptions, options_of
 from distflow.environments.workflows import Rewarded, RewardFn, Row
 from distflow.errors import UserError, hint
 from distflow.sandbox.shell import Ran, Shell
@@ -38,7 +38,7 @@ _REWARD_BYTES = 64 * 2**10
 _SHOWN = 500
 
 
-class ToolWorkflow:
+class ToolWorkflow(MadeByOptions):
     """Asks, runs the calls in the reply and returns their results to the model, until a reply has no calls. The run's
     reward functions score the last reply."""
 
@@ -54,6 +54,7 @@ class ToolWorkflow:
     ) -> None:
         """timeout_s: of each call. max_characters: of each answer. format: of the calls; None for the chat template's.
         mcp: commands and URLs of MCP servers, whose tools are added. Raises UserError."""
+        self._options = options_of(locals())
         if not all(isinstance(names, list | tuple) for names in (tools, mcp)) or not (*tools, *mcp):
             raise UserError("workflow_kwargs.tools: name at least one tool in a list, e.g. tools=[calculator]")
         if wrong := [server for server in mcp if not isinstance(server, str) or not server.strip()]:
@@ -62,12 +63,6 @@ class ToolWorkflow:
         self._tools = Tools(tools, timeout_s, max_characters, mcp)
         weakref.finalize(self, self._tools.close)
         self._max_turns, self._format = max_turns, format
-        self._options: dict[str, Any] = {"timeout_s": timeout_s, "max_characters": max_characters, "format": format}
-        self._options |= {"tools": tools, "max_turns": max_turns, "mcp": mcp}
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """In another process it has its own server."""
-        return partial(type(self), **self._options), ()
 
     async def __call__(self, chat: Chat, row: Row, reward_fn: RewardFn) -> Rewarded:
         template = chat.tokens.tool_template(self._tools.schemas)

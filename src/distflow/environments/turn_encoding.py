@@ -15,8 +15,9 @@ from distflow.data.messages import RowError
 from distflow.errors import UserError
 
 Message = Mapping[str, Any]
-_ASKED, _STAND_IN = "stand-in question", "stand-in reply"
-_THINKING = "stand-in thinking"
+_ASKED: Message = {"role": "user", "content": "stand-in question"}
+_MORE: Message = {"role": "user", "content": "another stand-in question"}
+_STAND_IN, _THINKING = "stand-in reply", "stand-in thinking"
 
 
 class TemplateError(UserError):
@@ -77,8 +78,15 @@ class TurnTokens:
         return template
 
     def of_text(self, text: str, *, begins: bool) -> tuple[int, ...]:
-        """Plain text; at the beginning with the tokenizer's own special tokens."""
-        return self._ids(text, special=begins)
+        """Plain text; at the beginning with the tokenizer's own special tokens, later without the space that some
+        tokenizers put in front of a text."""
+        if begins:
+            return self._ids(text, special=True)
+        for before in ("\n", "x"):
+            start, whole = self._ids(before), self._ids(before + text)
+            if whole[: len(start)] == start:
+                return whole[len(start) :]
+        return self._ids(text)
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[int, ...]:
         """The tokens of the first prompt. Raises TemplateError."""
@@ -89,17 +97,22 @@ class TurnTokens:
         new messages, the generation prompt. Raises TemplateError."""
         key = json.dumps([messages, tools], default=str)
         if key not in self._between:
-            self._between[key] = self._rendered_between(messages, tools)
+            stand_in = _STAND_IN
+            while stand_in in key:
+                stand_in += " again"
+            self._between[key] = self._rendered_between(messages, tools, stand_in)
         ids, num_closing = self._between[key]
-        return ids[num_closing:] if last_drawn in self._stop_ids else ids
+        if last_drawn not in self._stop_ids:
+            return ids
+        return ids[num_closing or ids[:1] == (last_drawn,) :]
 
     def _rendered_between(
-        self, messages: Sequence[Message], tools: Sequence[Message] = ()
+        self, messages: Sequence[Message], tools: Sequence[Message], stand_in: str, asked: Sequence[Message] = (_ASKED,)
     ) -> tuple[tuple[int, ...], int]:
         """The ids after a reply, and how many of them belong to the end of its turn, up to its first stop token."""
-        asked = [_user(_ASKED), {"role": "assistant", "content": _STAND_IN}]
-        ids = self._after_reply(self._render([*asked, *messages], tools))
-        closed = self._after_reply(self._render(asked, tools, prompts=False))
+        begun = [*asked, {"role": "assistant", "content": stand_in}]
+        ids = self._after_reply(self._render([*begun, *messages], tools), stand_in)
+        closed = self._after_reply(self._render(begun, tools, prompts=False), stand_in)
         for number, (token, same) in enumerate(zip(ids, closed, strict=False), 1):
             if token != same:
                 break
@@ -107,9 +120,9 @@ class TurnTokens:
                 return ids, number
         return ids, 0
 
-    def _after_reply(self, text: str) -> tuple[int, ...]:
-        before, found, after = text.partition(_STAND_IN)
-        if not found or _STAND_IN in after:
+    def _after_reply(self, text: str, stand_in: str) -> tuple[int, ...]:
+        before, found, after = text.partition(stand_in)
+        if not found or stand_in in after:
             raise TemplateError(
                 f"{template_of(self._tokenizer)} does not write each reply exactly once and unchanged, so "
                 "the tokens after a reply cannot be determined: use another template, or data.prompt_format=text"
@@ -161,21 +174,22 @@ class TurnTokens:
         return said
 
     def _describe(self) -> list[str]:
-        asked, more = _user(_ASKED), _user(f"another {_ASKED}")
-        ids, num_closing = self._rendered_between([more])
+        ids, num_closing = self._rendered_between([_MORE], (), _STAND_IN)
         said = ["each turn follows the tokens of the one before"]
         if num_closing:
             said.append(f"a reply that was cut off is closed with {self._tokenizer.decode(ids[:num_closing])!r}")
         else:
-            said.append("no end token is known to end a reply, so the template's text after a reply is always added")
+            said.append(
+                "no end token is known to end a reply, so the template's text after a reply is always added, except "
+                "for an end token at its start that was sampled"
+            )
         thought = f"<think>\n{_THINKING}\n</think>\n\n{_STAND_IN}"
         for reply, what in ((_STAND_IN, "earlier turns"), (thought, "the thinking of earlier turns")):
-            begun = self._render([asked]) + reply
-            if not self._render([asked, {"role": "assistant", "content": reply}, more]).startswith(begun):
+            begun = self._render([_ASKED]) + reply
+            if not self._render([_ASKED, {"role": "assistant", "content": reply}, _MORE]).startswith(begun):
                 said.append(f"it would write {what} anew in later prompts; an episode keeps what was sampled")
                 break
+        earlier = [_ASKED, {"role": "assistant", "content": "earlier reply"}, _MORE]
+        if self._rendered_between([_MORE], (), _STAND_IN, earlier)[0] != ids:
+            said.append("it writes a turn differently by its place; an episode writes every turn as its second one")
         return said
-
-
-def _user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}

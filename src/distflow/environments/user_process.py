@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NoReturn, cast
@@ -37,6 +38,20 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SHOWN = 1000
 _GONE = b'{"died": "the process that started it ended"}'
+
+
+class MadeByOptions:
+    """A workflow that is pickled as its options: in another process it is made anew, with processes of its own."""
+
+    _options: Mapping[str, Any]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(type(self), **self._options), ()
+
+
+def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options in the `locals()` of a constructor."""
+    return {name: value for name, value in given.items() if name not in ("self", "__class__")}
 
 
 class CallFailed(Exception):

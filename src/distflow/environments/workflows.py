@@ -20,6 +20,8 @@ KEY = "actor_rollout_ref.rollout.workflow"
 RIGHT = 1.0 - 1e-6
 REWARD = "reward_fn"
 """The parameter of a workflow that calls the run's reward functions."""
+_LIMITS = dict.fromkeys(("max_turns", "max_calls", "max_characters"), (int,)) | {"timeout_s": (int, float)}
+"""Options of built-in workflows that are numbers above 0, with their types."""
 
 Run = Callable[..., Awaitable[object]]
 F = TypeVar("F", bound=Callable[..., Awaitable[object]])
@@ -121,6 +123,9 @@ def load_workflow(name: str, options: Mapping[str, object]) -> Workflow:
             f"{KEY}={name}: no built-in workflow has that name{hint(name, WORKFLOWS)}. Built-in workflows: "
             f"{', '.join(WORKFLOWS)}. To use your own, write module:function or file.py:function"
         )
+    for limit, value in options.items() if name in WORKFLOWS else ():
+        if limit in _LIMITS and not (type(value) in _LIMITS[limit] and value > 0):  # type: ignore[operator]
+            raise UserError(f"{KEY}_kwargs.{limit}={value!r}: set a number above 0")
     with blaming(KEY):
         found: Any = load(target)
     return make_workflow(split_name(target)[1], found, options)

@@ -176,6 +176,8 @@ def _read_overrides(lines: Sequence[str], result: Composition) -> list[Override]
         elif override.package is not None or "/" in override.key_or_group:
             advice = "write key=value; a file names its base under defaults:"
             _refuse(result, line, "names a file, not a key", advice)
+        elif twice := yaml_settings.named_twice(line.partition("=")[2]):
+            _refuse(result, line, f"names {twice} twice", "keep one of the two")
         else:
             parsed.append(override)
     return parsed

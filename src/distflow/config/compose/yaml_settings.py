@@ -111,6 +111,18 @@ def settings_of_value(key: str, value: object, where: str) -> Iterator[Setting]:
         yield from settings_of_value(dotted(key, str(name)), item, where)
 
 
+def named_twice(text: str) -> str:
+    """The first key that a mapping of the command line names twice; empty if there is none, or the text is no YAML."""
+    try:
+        node = yaml.SafeLoader(text).get_single_node() if text.startswith("{") else None
+    except (yaml.YAMLError, RecursionError):
+        return ""
+    found = list[Problem]()
+    if isinstance(node, yaml.MappingNode):
+        _check_twice(node, "", Path(), found)
+    return found[0].places[0][0] if found else ""
+
+
 def yaml_problem(error: yaml.YAMLError, path: Path) -> Problem:
     """The problem for a YAML error, with file and line; `path` if the error names no file."""
     if not isinstance(error, yaml.MarkedYAMLError):

@@ -4,7 +4,6 @@ shows the observation, and whose reply is a chunk of actions."""
 import time
 import weakref
 from collections.abc import Awaitable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from distflow.data.images import keep_pixels
@@ -14,6 +13,7 @@ from distflow.environments.environment_workflow import seed_of
 from distflow.environments.simulators.action_tokens import ActionTokens, action_bounds
 from distflow.environments.simulators.protocol import Observation
 from distflow.environments.simulators.worker_pool import Episode, SimulatorPool
+from distflow.environments.user_process import MadeByOptions, options_of
 from distflow.environments.workflows import Row
 from distflow.errors import UserError, hint
 
@@ -24,7 +24,7 @@ _STATE = ("bins", *_BOUNDS, "first_token")
 _ACTIONS = (*_STATE, "action_chunks_len", "execute")
 
 
-class SimulatorWorkflow:
+class SimulatorWorkflow(MadeByOptions):
     """Shows the policy each observation, and executes the actions of its reply, until the episode ends, or a reply has
     a token that is no action. The score is 1 for a success, else 0."""
 
@@ -45,7 +45,7 @@ class SimulatorWorkflow:
         have {images}, {instruction} and {state}. state_tokens: bounds, bins and first token, as of actions; the
         state's numbers are added to the prompt as tokens. score: success or return, the sum of the rewards.
         step_timeout: seconds of `reset` and of a chunk. gl: how MuJoCo renders. Raises UserError."""
-        self._options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        self._options = options_of(locals())
         for where, own, known in (("actions", actions, _ACTIONS), ("state_tokens", state_tokens or {}, _STATE)):
             if unknown := next((name for name in own if name not in known), None):
                 raise UserError(f"{where}.{unknown}: no such option{hint(unknown, known)}")
@@ -67,10 +67,6 @@ class SimulatorWorkflow:
             raise UserError(f"gl={gl}: set it to egl, osmesa or none")
         self._pool = SimulatorPool(env, dict(env_kwargs or {}), num_workers, step_timeout, gl)
         weakref.finalize(self, self._pool.close)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """In another process it has its own workers."""
-        return partial(type(self), **self._options), ()
 
     async def __call__(self, chat: Chat, row: Row) -> dict[str, Any]:
         """Play an episode. Raises CallFailed, an error of the episode, if the simulator fails."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -32,6 +33,8 @@ from distflow.runtime.rollout_group import Group
 from distflow.runtime.user_calls import DeadlinePassed, deadline_paused
 
 _SINGLE_TURN, _LONGEST_TURN_S = "single_turn", 1e6
+_DRAWN_AT = attrgetter("drawn_at")
+"""Sorts conversations by their last tokens: a reply without room, which has none, may follow."""
 
 Outcome = RewardOutcome | None
 
@@ -273,7 +276,7 @@ class _Episodes:
         if returned is None or (isinstance(returned, RewardOutcome) and returned.score is None):
             return returned
         talks = self._trained(chat)
-        last = {each.agent: each for each in talks}
+        last = {each.agent: each for each in sorted(talks, key=_DRAWN_AT)}
         if not isinstance(returned, Mapping) or not {*last} <= {*returned} <= {*self.agents, ACC}:
             names = ", ".join(f"{name!r}: ..." for name in self.agents)
             rule = f"algorithm.agent_rewards={self.ctx.config.algorithm.agent_rewards} needs a score of each agent"
@@ -312,7 +315,8 @@ class _Episodes:
     def _sample(self, index: int, chat: Chat, outcome: Outcome) -> Sample:
         talks = self._trained(chat)
         last = (talks or chat.conversations)[-1]
-        drawn = [s for each in talks for s in each.segments if s.owner == "policy" and s.token_ids]
+        in_time = sorted(talks, key=_DRAWN_AT)
+        drawn = [s for each in in_time for s in each.segments if s.owner == "policy" and s.token_ids]
         text = self.tokens.decode(drawn[-1].token_ids) if drawn else last.last.text if last.last is not None else ""
         sample = self.group.sample(index, None, text, last.finish_reason)
         segments, forks = self._laid_out(chat)
