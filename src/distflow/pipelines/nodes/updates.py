@@ -118,7 +118,8 @@ def _columns(objective: PolicyObjective) -> tuple[str, ...]:
 
 def _declared(reads: Sequence[str], closed: "partial[NodeOutput]", writes: Names = ()) -> Callable[..., object]:
     """The update as a node function that reads and writes these columns."""
-    return node(writes=writes, reads=tuple(dict.fromkeys((*_READS, *reads))))(closed)
+    turns = ("turn_index",) if closed.keywords.get("sample_level") == "decision" else ()
+    return node(writes=writes, reads=tuple(dict.fromkeys((*_READS, *reads, *turns))))(closed)
 
 
 def update(
