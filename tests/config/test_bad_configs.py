@@ -56,6 +56,27 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         (f"write {ACTOR}.policy_loss=gspo",),
     ),
     "AReaL's staleness": ("grpo", ["async.max_head_offpolicyness=2"], "async.max_head_offpolicyness", ("staleness",)),
+    "decisions of no simulator": (
+        "grpo",
+        ["algorithm.sample_level=decision"],
+        "algorithm.sample_level",
+        ("actions, chunks and decisions are those of a policy in a simulator",),
+    ),
+    "weights of episodes for decisions": (
+        "grpo",
+        ["algorithm.sample_level=decision", f"{CORRECTION}.rollout_is=sequence", f"{ROLLOUT}.workflow=simulator"],
+        f"{CORRECTION}.rollout_is",
+        ("sequence is of whole episodes, and samples are decisions", "algorithm.sample_level=episode"),
+    ),
+    "statistics of episodes for decisions": (
+        "grpo",
+        [
+            *("algorithm.sample_level=decision", f"{ROLLOUT}.workflow=simulator"),
+            *(f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold=[[0.5,2]]"),
+        ],
+        f"{CORRECTION}.rollout_rs",
+        ("seq_mean_k1 is of whole episodes",),
+    ),
     # the grammar of overrides
     "no value": ("grpo", ["data.seed"], "'data.seed'", ("sets nothing", "write data.seed=VALUE")),
     "spaces around": ("grpo", ["data.seed = 4"], "'data.seed = 4'", ("has spaces around its =", "write data.seed=4")),

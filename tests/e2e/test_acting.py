@@ -10,6 +10,7 @@ import torch
 from distflow.algorithms import objectives
 from distflow.algorithms.srpo import SrpoReward
 from distflow.cli import main
+from distflow.data.batch import Batch
 from distflow.environments.chat import Chat
 from distflow.environments.simulators import workflow
 from distflow.errors import TrustError
@@ -78,6 +79,47 @@ def test_every_audit_passes_at_each_level(playground: Playground, estimator: str
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("groups", [4, 2])
+def test_every_audit_passes_where_each_decision_is_a_sample(playground: Playground, groups: int) -> None:
+    """The loss's own log-probs are the old ones, or a node has computed them before two updates."""
+    sizes = f"actor_rollout_ref.actor.ppo_mini_batch_size={groups}"
+    run = playground.run("grpo", *ACTS, options(), *DECISIONS, sizes)
+    for audit in run.audits():
+        assert {"backward", "episodes", "gradients", "log_probs", "loss", "masks", "mini-batches"} <= {*audit["proven"]}
+    assert not run.notes("warning")
+
+
+DECISIONS = ("algorithm.sample_level=decision", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean")
+
+
+@pytest.mark.slow
+def test_decisions_with_the_tokens_of_others_are_found(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Batch.by_decision
+
+    def rolled(batch: Batch) -> tuple[Batch, torch.Tensor]:
+        samples, places = right(batch)
+        samples["advantages"] = samples.flat("advantages").roll(5)
+        return samples, places
+
+    monkeypatch.setattr(Batch, "by_decision", rolled)
+    with pytest.raises(TrustError, match="differs from its value before the step's first update|the gradient of the"):
+        playground.run("grpo", *ACTS, options(), *DECISIONS)
+
+
+@pytest.mark.slow
+def test_decisions_that_are_left_out_are_found(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Batch.by_decision
+
+    def first(batch: Batch) -> tuple[Batch, torch.Tensor]:
+        samples, places = right(batch)
+        return samples.select((samples["decision"] == 0).nonzero()[:, 0]), places
+
+    monkeypatch.setattr(Batch, "by_decision", first)
+    with pytest.raises(TrustError, match="was in 0 mini-batches of the actor"):
+        playground.run("grpo", *ACTS, options(), *DECISIONS, "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+
+
+@pytest.mark.slow
 def test_a_ratio_of_another_level_is_found(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objectives, "action_index", lambda turns, dim: turns)
     with pytest.raises(TrustError, match="the gradient of the actor's loss"):
@@ -98,7 +140,7 @@ def test_rewards_of_another_level_are_found(playground: Playground, monkeypatch:
 
 @pytest.mark.slow
 def test_a_resumed_run_is_bit_equal(playground: Playground) -> None:
-    saves = (*ACTS, options(), "trainer.save_freq=1")
+    saves = (*ACTS, *DECISIONS, options(), "trainer.save_freq=1")
     whole = playground.run("embodied_srpo", *saves, "trainer.total_training_steps=3", name="whole").weights(3)
     playground.run("embodied_srpo", *saves, name="cut")
     resumed = playground.run("embodied_srpo", *saves, "trainer.total_training_steps=3", name="cut").weights(3)
@@ -107,7 +149,7 @@ def test_a_resumed_run_is_bit_equal(playground: Playground) -> None:
 
 @pytest.mark.slow
 def test_two_processes_end_where_one_does(playground: Playground) -> None:
-    saves = (*ACTS, options(), "trainer.save_freq=2", "embodied_sampling.filter_accuracy=false")
+    saves = (*ACTS, *DECISIONS, options(), "trainer.save_freq=2", "embodied_sampling.filter_accuracy=false")
     one = playground.run("embodied_srpo", *saves, name="one")
     assert main(["train", "embodied_srpo", *playground.overrides("two", *saves, "trainer.n_gpus_per_node=2")]) == 0
     two = Run(playground.folder / "two", one.config, one.outcome)

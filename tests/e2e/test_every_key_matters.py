@@ -55,6 +55,7 @@ ELSEWHERE = {
     "embodied_sampling.oversample_factor": "tests/launch/test_data_sets.py",
     "algorithm.logprob_level": "tests/algorithms/test_objectives.py",
     "algorithm.reward_level": "tests/pipelines/test_embodied_rewards.py",
+    "algorithm.sample_level": "tests/training/test_forked_samples.py",
     "srpo.embedder": "tests/pipelines/test_embodied_rewards.py",
     "srpo.eps": "tests/pipelines/test_embodied_rewards.py",
     "srpo.min_samples": "tests/pipelines/test_embodied_rewards.py",

@@ -1,6 +1,7 @@
 """An episode of several conversations as one sample: each is computed alone, and the episode counts once."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +10,13 @@ from torch import Tensor, nn
 from distflow.algorithms.advantages.grpo_family import compute_grpo_advantage
 from distflow.algorithms.advantages.reinforce import compute_rloo_advantage
 from distflow.algorithms.objectives import PolicyObjective
+from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.models.loading import load_model
+from distflow.pipelines.nodes.updates import update
+from distflow.runtime.compiled_node import NodeContext
+from distflow.training.engine import OneRank
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
 from tests.tiny_models import write_tiny_model
@@ -19,6 +24,8 @@ from tests.tiny_models import write_tiny_model
 PROMPT = (3, 4, 5)
 SCORES = (2.0, 1.0, 1.5)
 NUM_DRAWN = (2, 6, 3)
+APART = (2, 3, 2, 1, 3)
+"""Drawn tokens of each conversation."""
 
 
 def drew(*ids: int) -> Segment:
@@ -120,27 +127,51 @@ def test_the_group_counts_the_episode_once_and_its_tokens_share_the_advantage() 
             assert not own[~mask].any()
 
 
+TURNS = torch.tensor([0, 0, 0, 0, -1, 1, *[-1] * 6, 2, 2, -1, -1, 3, 0, 0, 0])
+
+
+def test_each_decision_is_a_sample_with_what_the_episode_has() -> None:
+    batch, wanted = forked_batch(), forked_batch(split=True)
+    batch["turn_index"], batch["images"] = TURNS, [[], [["a"], [], ["b", "c"]], []]
+    found, places = batch.by_decision()
+    assert found["uid"] == ["0-0", "0-1", "0-1", "0-1", "0-2"] and found["decision"].tolist() == [0, 0, 1, 2, 0]
+    assert found.row_names == ["0-0/0", "0-1/0", "0-1/1", "0-1/2", "0-2/0"]
+    assert found["scores"].tolist() == [2.0, 1.0, 1.0, 1.0, 1.5]
+    assert found["images"] == [[], [["a"]], [[]], [["b", "c"]], []] and not any(found["forks"])
+    assert found.lengths("prompt").tolist() == [3, 3, 6, 2, 3] and found.lengths("response").tolist() == [2, 4, 2, 1, 3]
+    assert torch.equal(found.flat("input_ids"), wanted.flat("input_ids"))
+    drawn = {name: found.flat(name)[found.flat("response_mask") > 0] for name in ("response_ids", "turn_index")}
+    assert drawn["response_ids"].tolist() == [8, 9, 6, 7, 11, 13, 14, 22, 15, 16, 17]
+    assert drawn["turn_index"].tolist() == [0, 0, 0, 0, 1, 2, 2, 3, 0, 0, 0]
+    assert torch.equal(batch.flat("response_ids")[places], found.flat("response_ids"))
+    assert batch.select([]).by_decision()[0].row_names == []
+
+
 @pytest.mark.parametrize(
-    ("mode", "weights"),
+    ("level", "mode", "weights"),
     [
-        ("token-mean", [1 / 11, 1 / 11, 1 / 11]),
-        ("seq-mean-token-sum", [1 / 3, 1 / 3, 1 / 3]),
-        ("seq-mean-token-mean", [1 / 6, 1 / 18, 1 / 9]),
+        ("episode", "token-mean", [1 / 11] * 5),
+        ("episode", "seq-mean-token-sum", [1 / 3] * 5),
+        ("episode", "seq-mean-token-mean", [1 / 6, 1 / 18, 1 / 18, 1 / 18, 1 / 9]),
+        ("decision", "token-mean", [1 / 11] * 5),
+        ("decision", "seq-mean-token-sum", [1 / 5] * 5),
+        ("decision", "seq-mean-token-mean", [1 / 5 / number for number in APART]),
     ],
 )
 def test_the_loss_and_its_step_are_those_of_the_conversations_apart(
-    folder: Path, mode: str, weights: list[float]
+    folder: Path, level: str, mode: str, weights: list[float]
 ) -> None:
-    """weights: of each drawn token of an episode. Old log-probs are other ones, so that ratios are."""
+    """weights: of each drawn token of a conversation. Old log-probs are other ones, so that ratios are."""
     batch, plain = forked_batch(), load_model(folder, dtype=torch.float64)
     advantages = [0.9, -0.7, 0.4]
     spread = torch.tensor(advantages).repeat_interleave(batch.lengths("response")) * batch.flat("response_mask")
-    batch["advantages"], batch["old_log_probs"] = spread, torch.full_like(spread, -4.6)
+    batch["advantages"], batch["old_log_probs"], batch["turn_index"] = spread, torch.full_like(spread, -4.6), TURNS
     log_probs = plain_log_probs(plain, forked_batch(split=True))
-    episode = torch.arange(3).repeat_interleave(torch.tensor(NUM_DRAWN))
-    ratio, advantage = (log_probs + 4.6).exp(), torch.tensor(advantages, dtype=torch.float64)[episode]
+    conversation = torch.arange(5).repeat_interleave(torch.tensor(APART))
+    advantage = torch.tensor(advantages, dtype=torch.float64)[torch.tensor([0, 1, 1, 1, 2])[conversation]]
+    ratio = (log_probs + 4.6).exp()
     per_token = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    loss = (per_token * torch.tensor(weights, dtype=torch.float64)[episode]).sum()
+    loss = (per_token * torch.tensor(weights, dtype=torch.float64)[conversation]).sum()
     loss.backward()
     make_optimizer("sgd", plain.parameters(), lr=0.1).step()
 
@@ -151,8 +182,13 @@ def test_the_loss_and_its_step_are_those_of_the_conversations_apart(
         schedule=make_schedule("constant", total_steps=2),
         max_grad_norm=None,
     )
-    metrics = engine.train_step(batch, PolicyObjective("vanilla", loss_agg_mode=mode))
-    assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-7)
+    ctx: Any = NodeContext(Config(), 0, None, group_ids=(0,))  # type: ignore[arg-type]  # it encodes nothing
+    objective = PolicyObjective("vanilla", loss_agg_mode=mode)
+    options: Any = {"name": "actor", "num_prompts": 1, "records": "trainer_log_probs", "sample_level": level}
+    found = update(batch, engine, ctx, OneRank(), objective=objective, **options)
+    assert found.metrics["actor/loss"] == pytest.approx(float(loss.detach()), abs=1e-7)
+    recorded = found.batch.flat("trainer_log_probs")[batch.flat("response_mask") > 0]  # type: ignore[union-attr]
+    torch.testing.assert_close(recorded.double(), log_probs.detach(), rtol=0, atol=1e-6)
     trained = dict(engine.weights())
     for name, weight in plain.named_parameters():
         torch.testing.assert_close(trained[name], weight.detach(), rtol=0, atol=1e-7, msg=name)

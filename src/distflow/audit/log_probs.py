@@ -177,7 +177,7 @@ def score_before(recorded: RecordedStep, update: UpdateRecord) -> None:
     """Run the policy on one sample of a later mini-batch, since it has moved after the step was scored."""
     actor = recorded.run.resources.actor
     chosen = {str(sample["uid"]): sample for sample in audited_samples(recorded)}
-    uid = next((uid for uid in update.uids if uid in chosen), None)
+    uid = next((uid for uid in update.batch["uid"] if uid in chosen), None)
     if isinstance(actor, OpenEngine) and uid is not None and "log_probs" in update.loss.outputs:
         update.plain |= policy_scores(recorded, actor, [chosen[uid]])
 

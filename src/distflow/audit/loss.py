@@ -357,9 +357,9 @@ def _same_outputs(recorded: RecordedStep, role: str, batch: MiniBatch, plain: Ma
         for name in ("log_probs", "entropy"):
             if scores is None or name not in batch.outputs:
                 continue
-            found = batch.outputs[name][batch.sample == number]
+            found, place = batch.outputs[name][batch.sample == number], sample.get("place", slice(None))
             own = is_predicted(sample) & own_tokens(recorded.config, sample, role)
-            gap = float((found - getattr(scores, name))[own].abs().sum() / own.sum().clamp(min=1))
+            gap = float((found - getattr(scores, name)[place])[own].abs().sum() / own.sum().clamp(min=1))
             if not gap <= recorded.limit(EXACT, ROUNDED):
                 raise Wrong(
                     f"the {name} that the loss is given for sample {sample['uid']} differs by {gap:.3g} a token from "
@@ -403,7 +403,7 @@ def _message(update: UpdateRecord, name: str, batch: MiniBatch, expected: Tensor
 
 def _mini_batch(recorded: RecordedStep, update: UpdateRecord) -> MiniBatch:
     """The recorded mini-batch. Raises Wrong if the micro-batches are not exactly its samples."""
-    known = {str(sample["uid"]): sample for sample in recorded.samples}
+    known = recorded.rows
     uids = [uid for micro in update.micros for uid in micro.uids]
     if sorted(uids) != sorted(update.uids):
         raise Wrong(

@@ -117,7 +117,11 @@ def _each_once(recorded: RecordedStep, role: str, updates: list[UpdateRecord]) -
             raise Wrong(f"{what} does not hold the groups that seed, step and pass draw: {sorted(groups & own)[:6]}")
     times = Counter(uid for update in updates for uid in update.uids)
     uids = recorded.batch["uid"]
-    wrong = [(uids[row], times[uids[row]]) for row in rows if times[uids[row]] != passes]
+    names = [uids[row] for row in rows]
+    if recorded.config.algorithm.sample_level == "decision":
+        numbers = [range(1 + len(forks)) for forks in recorded.batch["forks"]]
+        names = [f"{uids[row]}/{number}" for row in rows for number in numbers[row]]
+    wrong = [(name, times[name]) for name in names if times[name] != passes]
     if wrong:
         uid, count = wrong[0]
         raise Wrong(
@@ -152,16 +156,16 @@ def plan_of(config: Config, role: str) -> tuple[int, int]:
 
 def _same_columns(recorded: RecordedStep, updates: list[UpdateRecord]) -> None:
     places = {uid: row for row, uid in enumerate(recorded.batch["uid"])}
-    known = {sample["uid"]: sample for sample in recorded.samples}
     for number, update in enumerate(updates, start=1):
         if update.metrics.get("skipped") or _all_equal(recorded, update, places):
             continue
-        for sample in samples_of(update.batch.only([n for n in ("uid", *COLUMNS) if n in update.batch])):
+        own = samples_of(update.batch.only([n for n in ("uid", *COLUMNS) if n in update.batch]))
+        for known, sample in zip(map(recorded.rows.__getitem__, update.uids), own, strict=True):
             # An update may write old log-probs, which later updates then use.
-            for name in (name for name in COLUMNS if name in sample and name in known[sample["uid"]]):
-                now, before = sample[name], known[sample["uid"]][name]
+            for name in (name for name in COLUMNS if name in sample and name in known):
+                now, before = sample[name], known[name]
                 if name == "loss_mask":
-                    before = before * own_tokens(recorded.config, known[sample["uid"]], update.role)
+                    before = before * own_tokens(recorded.config, known, update.role)
                 if not bool(((now == before) | (now.isnan() & before.isnan())).all()):
                     raise Wrong(
                         f"{name} of sample {sample['uid']} in mini-batch {number} of the {update.role} differs from "
@@ -171,6 +175,8 @@ def _same_columns(recorded: RecordedStep, updates: list[UpdateRecord]) -> None:
 
 def _all_equal(recorded: RecordedStep, update: UpdateRecord, places: Mapping[str, int]) -> bool:
     """Whether no column of the mini-batch differs from the step's; with several policies, masks do."""
+    if "decision" in update.batch:
+        return False
     before = recorded.batch.select([places[uid] for uid in update.uids])
     names = [name for name in COLUMNS if name in update.batch and name in before]
     pairs = [(update.batch.flat(name).cpu(), before.flat(name).cpu()) for name in names]

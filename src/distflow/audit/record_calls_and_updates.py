@@ -266,7 +266,8 @@ class UpdateRecord:
 
     @property
     def uids(self) -> list[str]:
-        return list(self.batch["uid"])
+        """The names of its samples."""
+        return self.batch.row_names
 
     @property
     def is_whole(self) -> bool:
@@ -324,8 +325,8 @@ class UpdateWatch:
         return self.record.loss.counts(batch)
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
-        uids = list(micro["uid"])
-        rows = [row for row, uid in enumerate(uids) if not self._few or uid in self._few]
+        uids = micro.row_names
+        rows = [row for row, uid in enumerate(micro["uid"]) if not self._few or uid in self._few]
         seen = MicroRecord(uids, rows, {})
         self.record.micros.append(seen)
         if rows:
@@ -431,7 +432,7 @@ class GradientWatch:
         return self._record.loss.counts(batch)
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
-        self._record.micros.append(seen := MicroRecord(list(micro["uid"]), [], {}))
+        self._record.micros.append(seen := MicroRecord(micro.row_names, [], {}))
         if self._record.role == "critic":
             seen.batch = micro.only(name for name in micro.names if name in VALUE_COLUMNS)
             seen.outputs = {"values": outputs["values"].detach()}

@@ -205,6 +205,14 @@ class RecordedStep:
         """All samples of the step on this rank."""
         return samples_of(self.batch)
 
+    @cached_property
+    def rows(self) -> dict[str, Sample]:
+        """What mini-batches have, by name: the samples, or with `algorithm.sample_level` the decisions of each."""
+        if self.config.algorithm.sample_level == "episode":
+            return {str(sample["uid"]): sample for sample in self.samples}
+        own = [(sample, decisions_of(sample)) for sample in self.samples]
+        return {f"{sample['uid']}/{number}": row for sample, rows in own for number, row in enumerate(rows)}
+
     def by_algorithm(self) -> list[tuple[str, AlgorithmConfig, list[Sample]]]:
         """(domain, settings, samples) for each domain with its own settings; all other samples are under ""."""
         samples: dict[str, list[Sample]] = {domain or "": [] for domain, _ in algorithms(self.config)}
@@ -224,7 +232,7 @@ class RecordedStep:
         ranks, every = self.run.ranks, copy.copy(self)
         if self.partial or ranks.size == 1 or ranks.sum(float(self.batch.lengths("response").sum())) > MOST_GATHERED:
             return self
-        for name in ("samples", "_drawn"):
+        for name in ("samples", "rows", "_drawn"):
             every.__dict__.pop(name, None)
         every.batch = Batch.concat(ranks.gather(self.batch))
         return every
@@ -443,6 +451,22 @@ def conversations_of(sample: Sample) -> list[Conversation]:
     ends = [*(start for _, start in forks), len(response)]
     own = [Conversation(name, start, response[start:end]) for (name, start), end in zip(forks, ends[1:], strict=True)]
     return [Conversation("", -len(prompt), [*prompt, *response[: ends[0]]]), *own]
+
+
+def decisions_of(sample: Sample) -> list[Sample]:
+    """A sample for each decision: the tokens from its first drawn one on, and the prompt before. place: of its tokens
+    in the episode's response."""
+    rows, turns = list[Sample](), sample["turn_index"]
+    for number, talk in enumerate(conversations_of(sample)):
+        end = talk.first + len(talk.ids)
+        start = next((place for place in range(max(talk.first, 0), end) if turns[place] >= 0), end)
+        place = slice(start, end)
+        own = {name: each[place] if isinstance(each, Tensor) else each for name, each in sample.items()}
+        prompt = torch.tensor(talk.ids[: start - talk.first])
+        images = sample.get("images") or []
+        own |= {"prompt_ids": prompt, "forks": (), "images": images[number : number + 1], "place": place}
+        rows.append(own)
+    return rows
 
 
 def policies_of_conversations(config: Config, sample: Sample) -> list[str]:

@@ -383,6 +383,46 @@ class Batch:
         ]
         return torch.tensor([after - before for own in ends for before, after in pairwise(own)], dtype=torch.int64)
 
+    @property
+    def row_names(self) -> list[str]:
+        """A name of each sample: its uid, with the number of the decision if it is one (see `by_decision`)."""
+        if "decision" not in self:
+            return list(self.flat("uid"))
+        return [f"{uid}/{number}" for uid, number in zip(self.flat("uid"), self.flat("decision").tolist(), strict=True)]
+
+    def by_decision(self) -> "tuple[Batch, Tensor]":
+        """Each conversation of each sample as a sample of its own, and the place of each of its response tokens in the
+        flat response columns here: int64 `(tokens,)`.
+
+        Its prompt is what was given before its first reply, by `turn_index`; what is no token is the sample's, even
+        the uid. `decision`: its number in the sample.
+        """
+        lengths, is_drawn = self.conversation_lengths(), torch.zeros(int(self._lengths[Axis.SEQUENCE].sum())).bool()
+        positions, starts = self.response_positions(), lengths.cumsum(0) - lengths
+        is_drawn[positions] = self.flat("turn_index").cpu() >= 0
+        given = [int((own.cumsum(0) == 0).sum()) for own in is_drawn.split(lengths.tolist())]
+        prompts = torch.tensor(given, dtype=torch.int64)
+        out, place_of = Batch(prompts, lengths - prompts), torch.full(is_drawn.shape, -1)
+        place_of[positions] = torch.arange(len(positions))
+        places = place_of[_ranges(starts + prompts, lengths - prompts)]
+        numbers = [1 + len(own) for own in self.flat("forks")] if "forks" in self else [1] * len(self)
+        rows = [(row, number) for row, count in enumerate(numbers) for number in range(count)]
+        own_rows = torch.tensor([row for row, _ in rows], dtype=torch.int64)
+        for name, stored in self._columns.items():
+            column, axis = _read(stored), self._fields[name].axis
+            if name == "images":
+                out[name] = [self[name][row][number : number + 1] for row, number in rows]
+            elif isinstance(column, list):
+                out[name] = [() if name == "forks" else column[row] for row, _ in rows]
+            elif axis is Axis.PROMPT:
+                out[name] = self.flat("input_ids")[_ranges(starts, prompts)]
+            else:
+                index = places if axis is Axis.RESPONSE else own_rows
+                out[name] = column if axis is Axis.SEQUENCE else column[send(index, column.device)]
+            out._fields[name] = self._fields[name]
+        out["decision"] = torch.tensor([number for _, number in rows], dtype=torch.int64)
+        return out, places
+
     def speakers(self, agents: Sequence[str]) -> Tensor:
         """The index of the agent in whose conversation each response token is: int64 `(response tokens,)`. A
         conversation without an agent's name is the first agent's."""

@@ -272,6 +272,7 @@ ELSEWHERE = {
     "algorithm.agent_rewards": "own",
     "algorithm.logprob_level": "action",
     "algorithm.reward_level": "chunk",
+    "algorithm.sample_level": "decision",
     "reward.limit_penalty.max_turns": 0.1,
     "reward.limit_penalty.length": 0.2,
     "reward.limit_penalty.context": 0.3,

@@ -265,6 +265,11 @@ class AlgorithmConfig:
         "its action, or each chunk's on that of the chunk",
         choices=("token", "action", "chunk"),
     )
+    sample_level: str = key(
+        "episode",
+        "a training sample in a simulator: a whole episode, or each decision, with the episode's advantages",
+        choices=("episode", "decision"),
+    )
     bootstrap_truncated: bool = key(False, "GAE bootstraps a truncated response with the critic's last value, not 0")
     use_kl_in_reward: bool = key(False, "subtract the KL to the reference from the token rewards")
     kl_penalty: str = key("kl", "estimator of the KL in the reward", choices=KL_TYPES, advice=NO_FULL_KL)

@@ -270,11 +270,16 @@ def rewards_of_agents(config: Config) -> Iterator[Finding]:
 def levels(config: Config) -> Iterator[Finding]:
     """Only episodes in simulators have actions and chunks, and no correction of tokens changes their log-probs."""
     algorithm, workflow = config.algorithm, config.actor_rollout_ref.rollout.workflow
-    for name in ("logprob_level", "reward_level"):
+    for name, usual in (("logprob_level", "token"), ("reward_level", "token"), ("sample_level", "episode")):
         key = f"algorithm.{name}"
-        if getattr(algorithm, name) != "token" and workflow != "simulator":
-            what = "actions and chunks are those of a policy in a simulator"
-            yield Finding((key, f"{ROLLOUT}.workflow"), what, f"set {key}=token, or {ROLLOUT}.workflow=simulator")
+        if getattr(algorithm, name) != usual and workflow != "simulator":
+            what = "actions, chunks and decisions are those of a policy in a simulator"
+            yield Finding((key, f"{ROLLOUT}.workflow"), what, f"set {key}={usual}, or {ROLLOUT}.workflow=simulator")
+    settings, key = algorithm.rollout_correction, "algorithm.sample_level"
+    for name, own in (("rollout_is", (settings.rollout_is or "token",)), ("rollout_rs", settings.rollout_rs)):
+        if algorithm.sample_level == "decision" and (wide := [each for each in own if not each.startswith("token")]):
+            what = f"{wide[0]} is of whole episodes, and samples are decisions"
+            yield Finding((f"{_CORRECTION}.{name}", key), what, f"use a statistic of tokens, or set {key}=episode")
     of_tokens = {
         f"{_CORRECTION}.rollout_is": algorithm.rollout_correction.rollout_is,
         f"{_CORRECTION}.rollout_rs": algorithm.rollout_correction.rollout_rs,

@@ -51,7 +51,7 @@ def train_actor(config: Config) -> Callable[..., object]:
         warmup=config.trainer.critic_warmup,
     )
     if not trained_policies(config):
-        closed = partial(update, **closed.keywords, records=records)
+        closed = partial(update, **closed.keywords, records=records, sample_level=config.algorithm.sample_level)
     return _declared(_columns(objective), closed, records or ())
 
 
@@ -70,6 +70,7 @@ def train_unscored_actor(config: Config) -> Callable[..., object]:
         records="old_log_probs",
         corrected=policy_objective(config, derives_old=True, corrected=True) if corrects_drift(config) else None,
         limit=Tolerance.of(exact=config.actor_rollout_ref.model.dtype == "float32").mean,
+        sample_level=config.algorithm.sample_level,
     )
     reads = (*_columns(objective), "response_mask", "rollout_log_probs")
     return _declared(reads, closed, ("old_log_probs", "rollout_is_weights"))
@@ -89,6 +90,7 @@ def train_critic(config: Config) -> Callable[..., object]:
         num_prompts=critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size,
         warmup=0,
         trains=trains,
+        sample_level=config.algorithm.sample_level,
     )
     return _declared((*objective.reads, *(("domain",) if trains else ())), closed)
 
@@ -116,7 +118,8 @@ def _columns(objective: PolicyObjective) -> tuple[str, ...]:
 
 def _declared(reads: Sequence[str], closed: "partial[NodeOutput]", writes: Names = ()) -> Callable[..., object]:
     """The update as a node function that reads and writes these columns."""
-    return node(writes=writes, reads=tuple(dict.fromkeys((*_READS, *reads))))(closed)
+    turns = ("turn_index",) if closed.keywords.get("sample_level") == "decision" else ()
+    return node(writes=writes, reads=tuple(dict.fromkeys((*_READS, *reads, *turns))))(closed)
 
 
 def update(
@@ -134,6 +137,7 @@ def update(
     trains: Mapping[str | None, bool] | None = None,
     corrected: LossFn | None = None,
     limit: float = torch.inf,
+    sample_level: str = "episode",
 ) -> NodeOutput:
     """One optimizer step for each mini-batch of `num_prompts` groups in each epoch, from step `warmup` on.
 
@@ -141,14 +145,15 @@ def update(
     numbers of mini-batches. records: the column for the log-probs of the first update, NaN in other samples. trains: by
     domain, None for the others, whether it trains on these samples; None for all. corrected: the loss from the step
     after engine and trainer have drifted apart by more than `limit`, measured on the recorded log-probs; None for no
-    weights then.
+    weights then. sample_level: episode, or decision: mini-batches then have a sample for each decision of an episode.
     """
     if trains is not None:
         batch = batch.select([row for row, each in enumerate(batch["domain"]) if trains.get(each, trains[None])])
+    samples, places = batch.by_decision() if sample_level == "decision" else (batch, None)
     loss_fn = corrected if corrected is not None and ctx.state.get("on") else objective
     updates, unmoved, rows = list[dict[str, float]](), True, dict[str, Tensor]()
     for epoch in range(epochs if ctx.step >= warmup else 0):
-        for mini_batch in ctx.minibatches(batch, num_prompts, epoch):
+        for mini_batch in ctx.minibatches(samples, num_prompts, epoch):
             loss = ctx.before_update(engine, mini_batch, loss_fn)
             metrics = engine.train_step(mini_batch, RecordingLoss(loss, rows) if records and unmoved else loss)
             ctx.after_update(engine, mini_batch, metrics, unmoved)
@@ -158,7 +163,10 @@ def update(
     if records is None:
         return NodeOutput(None, measured)
     scored = batch.only(batch.names)
-    scored[records] = _first_log_probs(batch, engine, rows, unmoved)
+    own = _first_log_probs(samples, engine, rows, unmoved)
+    if places is not None:  # given tokens between decisions have none
+        own = own.new_zeros(int(batch.lengths("response").sum())).index_copy(0, places, own)
+    scored[records] = own
     if corrected is None:
         return NodeOutput(scored, measured)
     own, rollout = scored[records], scored["rollout_log_probs"]
@@ -192,7 +200,7 @@ def update_policies(
 
 
 class RecordingLoss:
-    """A loss function that records its log-probs in `rows` by the samples' uid."""
+    """A loss function that records its log-probs in `rows` by the samples' names."""
 
     def __init__(self, loss: LossFn, rows: dict[str, Tensor]) -> None:
         self.outputs, self._loss, self._rows = loss.outputs, loss, rows
@@ -200,8 +208,8 @@ class RecordingLoss:
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         log_probs = outputs["log_probs"].detach()
-        for uid, row, length in zip(micro["uid"], log_probs, micro.lengths("response").tolist(), strict=True):
-            self._rows[uid] = row[:length]
+        for name, row, length in zip(micro.row_names, log_probs, micro.lengths("response").tolist(), strict=True):
+            self._rows[name] = row[:length]
         return self._loss(outputs, micro, counts)
 
 
@@ -214,7 +222,7 @@ def _first_log_probs(batch: Batch, engine: TrainEngine, rows: Mapping[str, Tenso
         return torch.empty(0)
     device = next((row.device for row in rows.values()), None)
     missing = [torch.full((length,), torch.nan, device=device) for length in batch.lengths("response").tolist()]
-    return torch.cat([rows.get(uid, nothing) for uid, nothing in zip(batch["uid"], missing, strict=True)]).cpu()
+    return torch.cat([rows.get(name, nothing) for name, nothing in zip(batch.row_names, missing, strict=True)]).cpu()
 
 
 def _over(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
