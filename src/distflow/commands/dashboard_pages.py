@@ -259,7 +259,7 @@ def _invoice_columns(path: Path) -> dict[str, Any]:
         for name, metric in _HEADLINES.items():
             if values := known_values(pages.steps, metric):
                 found["best"][name] = min(values) if name == "loss" else max(values)
-        seconds = {kind: sum(causes.values()) for kind, causes in shares(pages.for_rules.charges).items()}
+        seconds = {kind: sum(causes.values()) for kind, causes in shares(pages.charges).items()}
         found["idle"] = seconds["idle"] / total if (total := sum(seconds.values())) else None
     return found
 
@@ -405,9 +405,7 @@ def _what_if(run: OpenRun, query: Query) -> dict[str, Any]:
 
 def _trust(run: OpenRun, query: Query) -> dict[str, Any]:
     pages = run.pages()
-    running = writer_of(run.run_dir) is not None
-    extra = (doctor.failed_run(pages.for_rules), doctor.unfinished(pages.for_rules, running))
-    found = [*filter(None, extra), *pages.examination.problems()]
+    found = doctor.problems(pages, pages.examination, writer_of(run.run_dir) is not None)
     audits = [{"of": "", **{str(key): _listed(value) for key, value in each.items()}} for each in audited(pages.events)]
     return {
         "findings": [each._asdict() for each in found],
@@ -429,7 +427,7 @@ def _compare(runs: Mapping[str, OpenRun], query: Query) -> dict[str, Any]:
     if len(names) < 2:
         raise UserError("Choose two to eight runs on the page Runs, at /.")
     other = query.get("against") if query.get("against") in names[1:] else names[1]
-    found = show.differences(*([runs[name].pages().for_rules] for name in (names[0], str(other))))
+    found = show.differences(*([runs[name].pages()] for name in (names[0], str(other))))
     shown = headline_names()
     metrics = [each for each in found["metrics"] if each["metric"] in shown]
     return {**found, "metrics": metrics, "runs": names, "pair": [names[0], other], "curves": _overlaid(runs)}

@@ -28,7 +28,6 @@ from distflow.observe.run_reader import (
     MetricsRecord,
     config_sources,
     flat_config,
-    fold_groups,
     in_short,
     read_events,
     read_samples,
@@ -39,6 +38,7 @@ from distflow.observe.run_reader import (
 from distflow.observe.sample_files import DROPPED
 from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import writer_of
+from distflow.scheduling.lineage import read_groups
 from distflow.untrusted_files import check_file
 
 if TYPE_CHECKING:
@@ -92,12 +92,12 @@ def _as_table(answer: "Answer") -> list[str]:
     """The first rows, with long texts cut."""
     cells = [[_cell(value) for value in row] for row in answer.rows[:_MAX_SHOWN]]
     kinds = [all(isinstance(row[i], int | float | None) for row in answer.rows) for i in range(len(answer.columns))]
-    lines = _aligned([[_cell(name) for name in answer.columns], *cells], {i for i, right in enumerate(kinds) if right})
+    lines = aligned([[_cell(name) for name in answer.columns], *cells], {i for i, right in enumerate(kinds) if right})
     left = len(answer.rows) - len(cells)
     return [*lines, *([f"and {left:,} more rows: --json or --csv prints all"] if left else [])]
 
 
-def _aligned(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
     """right: the columns of numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = (
@@ -131,7 +131,8 @@ class FoundSample(NamedTuple):
 
 def find_sample(run_dir: Path, uid: str, step: int | None) -> FoundSample:
     """step: None if it is not known. Raises UserError if there is no such sample."""
-    group = _ledger_groups(run_dir).get(uid.partition("-")[0])
+    name = uid.partition("-")[0]
+    group = read_groups(run_dir / LEDGER).get(int(name) if name.isdecimal() else -1)
     found, split, rows = _find_samples(run_dir, uid, step, group.step if group else None)
     return FoundSample(found, split, next(row for row in rows if row.get("uid") == uid), group, rows)
 
@@ -140,7 +141,7 @@ def run_show(arguments: argparse.Namespace) -> int:
     run_dir = find_run(arguments.run_dir)
     step, split, row, group, rows = find_sample(run_dir, str(arguments.uid), arguments.step)
     if arguments.json:
-        known = None if group is None else group._asdict()
+        known = None if group is None else group.values()
         print(as_json({"run": str(run_dir), "step": step, "split": split, "sample": row, "group": known}))
         return 0
     lines = [f"sample {arguments.uid} of {run_dir}: step {step}, {split}", *_facts_of(row, group, rows)]
@@ -148,14 +149,6 @@ def run_show(arguments: argparse.Namespace) -> int:
         lines += ["", name, *(f"  {line}" for line in str(row.get(name, "")).splitlines())]
     print("\n".join(escape_control(line, one_line=True) for line in lines))
     return 0
-
-
-def _ledger_groups(run_dir: Path) -> dict[str, Group]:
-    from distflow.scheduling.ledger import timeline
-
-    path = run_dir / LEDGER
-    records = (record for _, record in timeline(path)) if path.is_file() else ()
-    return {str(group.group_id): group for group in fold_groups(records)}
 
 
 def _find_samples(
@@ -185,7 +178,7 @@ def _facts_of(row: Mapping[str, JSON], group: Group | None, rows: Sequence[Mappi
     lines = []
     if group is not None:
         started = "" if group.started is None else time.strftime(", started %H:%M:%S", time.localtime(group.started))
-        tried = f", {count_of(group.attempts, 'attempt')}" if group.attempts > 1 else ""
+        tried = f", {count_of(len(group.attempts), 'attempt')}" if len(group.attempts) > 1 else ""
         reason = f" ({group.reason})" if group.reason else ""
         lines.append(f"group     row {group.row} of epoch {group.epoch}{started}{tried}, {group.state}{reason}")
     lengths = f"prompt {row.get('prompt_length')}, response {row.get('response_length')}, {row.get('finish_reason')}"
@@ -212,9 +205,9 @@ def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
-    from distflow.observe.report.doctor import records_of
+    from distflow.observe.report.run_rules import RunRecords
 
-    a, b = ([records_of(run) for run in _seeds(name)] for name in (arguments.first, arguments.second))
+    a, b = ([*map(RunRecords, _seeds(name))] for name in (arguments.first, arguments.second))
     content = differences(a, b)
     if arguments.json:
         print(as_json(content))
@@ -251,7 +244,7 @@ def differences(a: "Sequence[RunRecords]", b: "Sequence[RunRecords]") -> dict[st
         "same": same,
         "different": [name for name, (first, second) in own.items() if first != second],
         "first_difference": _first_difference(a[0], b[0]),
-        "metrics": compared_metrics(a, b),
+        "metrics": compared_metrics([run.steps for run in a], [run.steps for run in b]),
         "findings": {"only_a": sorted(rules[0] - rules[1]), "only_b": sorted(rules[1] - rules[0])},
     }
 
@@ -285,8 +278,8 @@ def _config_changes(
 def _first_difference(a: "RunRecords", b: "RunRecords") -> str:
     """The first group with another row; if there is none, the first sample with another response, and the first
     tensor."""
-    groups = [_ledger_groups(run.run_dir) for run in (a, b)]
-    for group_id in sorted({*groups[0]} & {*groups[1]}, key=int):
+    groups = [read_groups(run.run_dir / LEDGER) for run in (a, b)]
+    for group_id in sorted({*groups[0]} & {*groups[1]}):
         first, second = (each[group_id] for each in groups)
         if (first.epoch, first.row) != (second.epoch, second.row):
             return f"group {group_id} holds row {first.row} in A, {second.row} in B"
@@ -357,7 +350,7 @@ def _diff_lines(a: "Sequence[RunRecords]", b: "Sequence[RunRecords]", content: M
         interval = "" if found["low"] is None else f"{found['low']:+.4g} .. {found['high']:+.4g}"
         numbers = [f"{found[name]:.4g}" for name in ("a", "b")]
         rows.append([found["metric"], *numbers, f"{found['difference']:+.4g}", interval, words[found["differs"]]])
-    lines += _aligned(rows, set(range(1, 5)))
+    lines += aligned(rows, set(range(1, 5)))
     how = f"One run each, their last {LAST} common values: by block bootstrap. Other seeds may differ by more."
     if not is_pair:
         numbers = [count_of(number, "run") for number in content["num_runs"]]

@@ -14,16 +14,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from distflow.errors import UserError
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import bytes_left_out, read_object
-from distflow.observe.report.doctor import examine, read_charges, records_of
+from distflow.observe.report.doctor import examine, read_charges
+from distflow.observe.report.run_rules import RunRecords
 from distflow.observe.report.summary_sentences import PROBLEM_KINDS
 from distflow.observe.sample_files import COLUMNS, is_torn, write_sample_file
+from distflow.scheduling.lineage import read_groups, read_ledger
 
 if TYPE_CHECKING:
     import duckdb
@@ -35,6 +37,7 @@ Row = tuple[object, ...]
 
 MAX_ROWS, MAX_S = 10_000, 5.0
 _MAX_MEMORY = "700MB"
+LEDGER = "ledger.jsonl"
 _TOKENS_FILE = re.compile(r"(\d{6,18})(?:\.\d+)?\.safetensors")
 _TOKEN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "versions")
 
@@ -302,27 +305,20 @@ def _spans(run_dir: Path) -> Iterator[Row]:
             yield actor, s.start, s.end, s.kind, s.what, s.step, s.group_id, s.version, s.on, s.restart
 
 
-def _ledger(run_dir: Path) -> Iterable[Mapping[str, Any]]:
-    from distflow.scheduling.ledger import timeline
-
-    path = run_dir / "ledger.jsonl"
-    return (record for _, record in timeline(path)) if path.is_file() else ()
-
-
 def _groups(run_dir: Path) -> Iterator[Row]:
-    for group in run_reader.fold_groups(_ledger(run_dir)):
-        yield tuple(group)
+    for group in read_groups(run_dir / LEDGER).values():
+        yield tuple(group.values().values())
 
 
 def _versions(run_dir: Path) -> Iterator[Row]:
-    for record in _ledger(run_dir):
+    for record in read_ledger(run_dir / LEDGER):
         if record["kind"] == "version":
             yield record["step"], record["weights"], record["t"], record["restart"]
 
 
 def _findings(run_dir: Path) -> Iterator[Row]:
     """Of the doctor, then those that the run recorded."""
-    for found in examine(records_of(run_dir)).problems():
+    for found in examine(RunRecords(run_dir)).problems():
         yield found.rule, found.level, found.first, found.last, f"{found.text} {found.advice}", found.action
     for event in run_reader.read_events(run_dir, max_bytes=None):
         if event.kind in PROBLEM_KINDS and not event.rolled_back:

@@ -129,7 +129,19 @@ def config_sources(run: Mapping[str, JSON]) -> dict[str, str]:
     return {str(change.get("key")): str(change.get("where", "")) for change in changes}
 
 
-class Group(NamedTuple):
+class Attempt(NamedTuple):
+    """A start of a group. version: of the engine's weights then. worker: None if there is only one. aborted: because
+    its step was full."""
+
+    t: float
+    version: int | None
+    restart: int | None
+    worker: str | None = None
+    aborted: bool = False
+
+
+@dataclass(slots=True)
+class Group:
     """A prompt group in the ledger. state: the last one. step: that trained on it. epoch, row: of the data. version:
     the lowest of its tokens. ended: when a step took it, or it was dropped for `reason`. None: not in the ledger."""
 
@@ -141,50 +153,76 @@ class Group(NamedTuple):
     domain: str | None = None
     version: int | None = None
     tokens: int | None = None
-    attempts: int = 0
-    worker: str | None = None
-    started: float | None = None
+    attempts: list[Attempt] = field(default_factory=list)
     completed: float | None = None
     ended: float | None = None
     reason: str | None = None
 
+    @property
+    def started(self) -> float | None:
+        return self.attempts[-1].t if self.attempts else None
 
-_STATES = {
-    **{"issued": "generating", "complete": "queued", "lost": "waiting", "aborted": "waiting"},
+    @property
+    def worker(self) -> str | None:
+        return self.attempts[-1].worker if self.attempts else None
+
+    def values(self) -> dict[str, Any]:
+        """As the view `groups` has it."""
+        known = {name: getattr(self, name) for name in GROUP_COLUMNS}
+        return {**known, "attempts": len(self.attempts)}
+
+    def apply(self, record: Mapping[str, Any]) -> None:
+        match record["kind"]:
+            case "issued":
+                self.epoch, self.row = _whole(record.get("epoch")), _whole(record.get("row"))
+                self.domain = None if record.get("domain") is None else str(record["domain"])
+                restart = _whole(record.get("restart"))
+                self.attempts.append(Attempt(_time(record), _whole(record.get("version")), restart))
+            case "assigned" if self.attempts:
+                self.attempts[-1] = self.attempts[-1]._replace(worker=str(record.get("worker")))
+            case "complete":
+                self.tokens, self.version = _whole(record.get("tokens")), _whole(record.get("version"))
+                self.completed = _time(record)
+            case "lost" | "aborted":
+                self.tokens = self.version = self.completed = None
+                if record["kind"] == "aborted" and self.attempts:
+                    self.attempts[-1] = self.attempts[-1]._replace(aborted=True)
+            case "consumed":
+                self.step, self.ended = _whole(record.get("step")), _time(record)
+            case "dropped":
+                self.reason, self.ended = str(record.get("reason")), _time(record)
+        self.state = _STATE_AFTER[record["kind"]] or self.state
+
+
+GROUP_COLUMNS = (
+    *("group_id", "state", "step", "epoch", "row", "domain", "version", "tokens", "attempts", "worker"),
+    *("started", "completed", "ended", "reason"),
+)
+
+_STATE_AFTER = {
+    **{"issued": "generating", "assigned": "", "complete": "queued", "lost": "waiting", "aborted": "waiting"},
     **{"consumed": "trained", "dropped": "dropped"},
 }
+"""The state of a group after each kind of record."""
 
 
-def fold_groups(records: Iterable[Mapping[str, Any]]) -> list[Group]:
-    """The groups after these records of a ledger. Records that are none change nothing."""
-    found: dict[int, Group] = {}
-    for record in records:
-        state, t = _STATES.get(str(record.get("kind")), ""), to_number(record.get("t"))
-        listed = record.get("group_ids") if "group_ids" in record else [record.get("group_id")]
-        for group_id in listed if isinstance(listed, list) else ():
-            if (number := _whole(group_id)) is None or not (state or record.get("kind") == "assigned"):
-                continue
-            found[number] = _changed(found.get(number, Group(number)), record, state, t)
-    return list(found.values())
-
-
-def _changed(group: Group, record: Mapping[str, Any], state: str, t: float | None) -> Group:
-    match record["kind"]:
-        case "issued":
-            epoch, row = _whole(record.get("epoch")), _whole(record.get("row"))
-            domain = None if record.get("domain") is None else str(record["domain"])
-            group = group._replace(epoch=epoch, row=row, domain=domain, attempts=group.attempts + 1)
-            return group._replace(state=state, started=t)
-        case "assigned":
-            return group._replace(worker=str(record.get("worker")))
-        case "complete":
-            tokens, version = _whole(record.get("tokens")), _whole(record.get("version"))
-            return group._replace(state=state, tokens=tokens, version=version, completed=t)
-        case "consumed":
-            return group._replace(state=state, step=_whole(record.get("step")), ended=t)
-        case "dropped":
-            return group._replace(state=state, reason=str(record.get("reason")), ended=t)
-    return group._replace(state=state)
+def fold_groups(groups: dict[int, Group], record: Mapping[str, Any]) -> None:
+    """Apply the next record of a ledger. One that is none changes nothing."""
+    kind = record.get("kind")
+    if kind == "inherited":  # from the run that this one resumes
+        live = record.get("live")
+        for each in live if isinstance(live, list) else ():
+            if isinstance(each, dict) and (number := _whole(each.get("group_id"))) is not None:
+                domain, version = each.get("domain"), _whole(each.get("version")) if each.get("complete") else None
+                state = "queued" if each.get("complete") else "waiting"
+                groups[number] = Group(number, state, domain=domain and str(domain), version=version)
+    elif isinstance(kind, str) and kind in _STATE_AFTER:
+        listed = record["group_ids"] if "group_ids" in record else (record.get("group_id"),)
+        for group_id in listed if isinstance(listed, list | tuple) else ():
+            if (number := _whole(group_id)) is not None:
+                if number not in groups:
+                    groups[number] = Group(number)
+                groups[number].apply(record)
 
 
 def span_files(run_dir: Path, max_bytes: int) -> tuple[list[Path], int]:

@@ -86,11 +86,13 @@ def read_activity(run_dir: Path, max_bytes: int = 3_000_000) -> RunActivity:
     cut = frozenset(path.stem for path in paths if path.stem in spans and bytes_left_out(path, each))
     waits = [s for s in spans.get("training", ()) if s.kind == "wait"]
     taken_at = {int(found[1]): span.end for span in waits if (found := _STEP.fullmatch(span.what))}
-    groups = fold_groups(read_records(run_dir / "ledger.jsonl", max(each, _MAX_LEDGER_BYTES), run_dir)[0])
-    trained_at = {group.group_id: group.step for group in groups if group.step is not None}
-    oldest = {group.group_id: group.version for group in groups if group.version is not None}
+    groups = dict[int, Group]()
+    for record in read_records(run_dir / "ledger.jsonl", max(each, _MAX_LEDGER_BYTES), run_dir)[0]:
+        fold_groups(groups, record)
+    trained_at = {number: group.step for number, group in groups.items() if group.step is not None}
+    oldest = {number: group.version for number, group in groups.items() if group.version is not None}
     decodes = any(span.kind == "decode" for part in spans.values() for span in part)
-    return RunActivity(spans, trained_at, oldest, taken_at, decodes, groups, cut)
+    return RunActivity(spans, trained_at, oldest, taken_at, decodes, list(groups.values()), cut)
 
 
 def _covered(spans: Iterable[Span], start: float, end: float) -> float:
