@@ -5,13 +5,15 @@ import json
 import math
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 
-from distflow.cli import main
+from distflow.cli import COMMANDS, main
 from distflow.data.batch import Batch
 from distflow.errors import UserError
-from distflow.launch.query_runs import VIEWS, query_runs
+from distflow.launch.query_runs import QUESTIONS, VIEWS, query_runs
 from distflow.observe.sample_files import COLUMNS
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.runtime.run_reporter import keep_groups
@@ -73,6 +75,24 @@ def test_truncated_files_rolled_back_steps_and_links_out_of_the_folder_are_left_
     assert damage == (f"{run_dir}/samples/000008.parquet is damaged: its samples are missing here",)
 
 
+@pytest.mark.parametrize("damage", ["a page", "the footer", "other columns"])
+def test_a_damaged_file_between_a_whole_beginning_and_end_hides_no_other(tmp_path: Path, damage: str) -> None:
+    run_dir = write_run(tmp_path / "run", num_steps=2)
+    file = run_dir / "samples" / "000002.parquet"
+    content = bytearray(file.read_bytes())
+    first = {"a page": 300, "the footer": len(content) - 900}.get(damage, len(content))
+    content[first : first + 800] = bytes(byte ^ 0xFF for byte in content[first : first + 800])
+    file.write_bytes(content)
+    if damage == "other columns":
+        pyarrow.parquet.write_table(pyarrow.table({"uid": [1], "response": [[2]]}), file)
+    query = "select step, count(response), sum(length(prompt)) > 0 from samples where split = 'train' group by all"
+    answer = query_runs([run_dir], query)
+    assert answer.rows == [(1, 16, True)]
+    assert answer.damage == (f"{file} is damaged: its samples are missing here",)
+    with pytest.raises(UserError, match="nonsense"):
+        query_runs([run_dir], "select nonsense from samples")
+
+
 def test_the_view_of_samples_has_the_columns_of_the_files_and_their_types(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", num_steps=2)
     found = dict(rows(run_dir, "select column_name, column_type from (describe samples)"))
@@ -100,6 +120,17 @@ def test_groups_and_versions_come_from_the_ledger(tmp_path: Path) -> None:
     ]
     assert rows(run_dir, "select reason from groups where group_id = 3")[0][0] == "\x1b]0;owned\x07\u202egnp\nnext"
     assert rows(run_dir, "select step, weights from versions order by 1") == [(1, 1), (2, 2)]
+    with (run_dir / "ledger.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "version", "restart": 0, "t": "x", "step": 2**70, "weights": [1]}) + "\n")
+    assert rows(run_dir, "select * from versions where step is null") == [("run", None, None, None, 0)]
+
+
+def test_a_word_asks_a_question_and_the_help_lists_all_of_them(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    counts = {word: len(rows(run_dir, word)) for word in QUESTIONS}
+    assert counts["reward"] == counts["samples"] == counts["weights"] == 12
+    assert counts["moved"] > 3 and counts["time"] > 0
+    assert all(f"\n          {word} " in COMMANDS["sql"].more for word in QUESTIONS)
 
 
 def test_tokens_of_saved_groups_without_a_torn_file(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from distflow.commands import export_replay_report_why as why
 from distflow.commands import sql_show_and_diff as show
 from distflow.commands.samples_index import MAX_PICTURE_BYTES, SamplesIndex
 from distflow.errors import UserError
-from distflow.launch.query_runs import VIEWS, query_runs, saved_tokens, token_texts
+from distflow.launch.query_runs import QUESTIONS, VIEWS, query_runs, saved_tokens, token_texts
 from distflow.observe.crash_safe_files import read_object, read_records, to_number
 from distflow.observe.metrics import flatten, headline_names
 from distflow.observe.report import chart_data, doctor, samples
@@ -135,7 +135,7 @@ class Dashboard:
         if of_run == "one" and len(runs) != 1 or of_run and not runs:
             raise UserError("This page shows a run: choose one on the page Runs, at /.")
         one = _state(self._opened(runs[0]), {}) if len(runs) == 1 else {}
-        return {**one, "runs": list(names) if of_run else [], "views": VIEWS}
+        return {**one, "runs": list(names) if of_run else [], "views": VIEWS, "questions": QUESTIONS}
 
     def answer(self, part: str, names: Sequence[str], query: Mapping[str, str]) -> dict[str, Any]:
         """A part of a page. Raises UserError with what the reader can do."""

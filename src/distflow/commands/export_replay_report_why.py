@@ -16,9 +16,9 @@ from distflow.observe.crash_safe_files import to_number
 from distflow.observe.sanitized_output import escape_control
 
 if TYPE_CHECKING:
+    from distflow.commands.step_lineage import StepLineage
     from distflow.observe.crash_safe_files import JSON
     from distflow.observe.run_reader import Attempt, Group
-    from distflow.scheduling.lineage import StepLineage
 
     Responses = Sequence[Mapping[str, JSON]]
 
@@ -109,15 +109,15 @@ class StepContent(NamedTuple):
 
 def step_content(run_dir: Path, step: int) -> StepContent:
     """Raises UserError if the ledger has no such step."""
+    from distflow.commands.step_lineage import step_lineage
     from distflow.observe.report.doctor import read_charges
     from distflow.observe.report.invoice import invoice_json, invoice_lines, price_of
-    from distflow.observe.run_reader import read_config, samples_and_damage
+    from distflow.observe.run_reader import read_config, read_samples
     from distflow.observe.sample_files import SAMPLES, sample_file_name
-    from distflow.scheduling.lineage import step_lineage
 
     lineage = step_lineage(run_dir / LEDGER, step)
-    rows, damage = samples_and_damage(run_dir, step, max_bytes=_MAX_SAMPLE_BYTES)
-    responses = _by_group(rows)
+    damage: list[str] = []
+    responses = _by_group(read_samples(run_dir, step, max_bytes=_MAX_SAMPLE_BYTES, damage=damage))
     price = price_of(read_config(run_dir))
     try:
         found = read_charges(run_dir, step)

@@ -8,24 +8,25 @@ cannot be patterns. Everything else comes from the readers that the report uses.
 import re
 import tempfile
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from distflow.errors import UserError
 from distflow.observe import run_reader
-from distflow.observe.crash_safe_files import bytes_left_out, read_object
+from distflow.observe.crash_safe_files import bytes_left_out, read_object, to_number
 from distflow.observe.report.doctor import examine, read_charges
 from distflow.observe.report.run_rules import RunRecords
 from distflow.observe.report.summary_sentences import PROBLEM_KINDS
-from distflow.observe.sample_files import COLUMNS, is_torn, write_sample_file
-from distflow.scheduling.lineage import read_groups, read_ledger
+from distflow.observe.sample_files import COLUMNS, is_damaged, is_torn, write_sample_file
+from distflow.scheduling.ledger import surviving_records
 
 if TYPE_CHECKING:
     import duckdb
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from distflow.data.batch import Batch
 
 Row = tuple[object, ...]
+T = TypeVar("T")
 
 MAX_ROWS, MAX_S = 10_000, 5.0
 _MAX_MEMORY = "700MB"
@@ -60,6 +62,49 @@ VIEWS: dict[str, str] = {
 }
 """The views and their columns; those of `samples` are the run and those of its files."""
 
+QUESTIONS: dict[str, tuple[str, str]] = {
+    "reward": (
+        "the reward",
+        "select step, run, value as reward from metrics where kind = 'train' and key = 'reward/mean_score' order by 1",
+    ),
+    "slow": (
+        "which sample made the slowest step slow?",
+        """select s.run, s.step, s.uid, s.response_length, s.finish_reason,
+  round(g.completed - g.started, 2) as seconds, g.attempts, s.domain
+from groups g join samples s on s.run = g.run and s.group_id = g.group_id and s.step = g.step and s.split = 'train'
+where (g.run, g.step) in (select (run, arg_max(step, value)) from metrics where key = 'timing_s/step' group by run)
+order by s.run, g.completed desc, s.response_length desc limit 50""",
+    ),
+    "samples": (
+        "why did the reward fall? by step",
+        """select step, run, avg(score) as score, stddev(score) as spread,
+  avg((finish_reason = 'length')::int) as truncated, avg((score is null)::int) as failed,
+  avg(response_length) / max(max(response_length)) over () as length
+from samples where split = 'train' group by all order by all""",
+    ),
+    "moved": (
+        "why did the reward fall? what moved with it",
+        """select m.run, m.key, round(corr(m.value, r.value), 3) as correlation from metrics m
+join metrics r on r.run = m.run and r.step = m.step and r.kind = 'train' and r.key = 'reward/mean_score'
+where m.kind = 'train' and isfinite(m.value) and isfinite(r.value) and m.key <> r.key group by all
+having count(*) > 5 and isfinite(correlation) order by abs(correlation) desc limit 40""",
+    ),
+    "time": (
+        "where does the time go?",
+        """select run, kind, cause, round(sum(seconds), 1) as seconds,
+  round(100 * sum(seconds) / sum(sum(seconds)) over (partition by run), 1) as percent
+from invoice group by run, kind, cause order by seconds desc limit 40""",
+    ),
+    "weights": (
+        "is the rollout on the new weights?",
+        """select step, run, min(version) as oldest, max(version) as newest, step - 1 - min(version) as most_stale,
+  count(*) as samples
+from (select step, run, unnest(from_json(versions, '["BIGINT"]')) as version from samples where split = 'train')
+group by step, run order by step, run""",
+    ),
+}
+"""What is asked most often, by a word that may stand in place of a SELECT."""
+
 _SAMPLES = """create view samples as select f.run, f.step, f.split, {columns}
     from read_parquet('{folder}/*.parquet', union_by_name=true, filename=true) r
     join files f on f.file = parse_filename(r.filename, true)
@@ -80,11 +125,12 @@ class Answer:
 
 
 def query_runs(run_dirs: Sequence[Path], query: str, max_rows: int = MAX_ROWS, max_s: float = MAX_S) -> Answer:
-    """The rows of one SELECT over the views of `VIEWS`; each has a column `run`. max_s: of the query itself, without
-    reading the files that are not large.
+    """The rows of one SELECT over the views of `VIEWS`, or of one of `QUESTIONS` by its word; each view has a column
+    `run`. max_s: of the query itself, without reading the files that are not large.
 
     Raises UserError without DuckDB, for another statement, a wrong one, or one that takes too long.
     """
+    _, query = QUESTIONS.get(query.strip(), ("", query))
     try:
         import duckdb
     except ImportError as error:
@@ -99,7 +145,11 @@ def query_runs(run_dirs: Sequence[Path], query: str, max_rows: int = MAX_ROWS, m
             for setting in ("temp_directory=''", "enable_external_access=false"):
                 connection.execute(f"set {setting}")
             connection.execute("set lock_configuration=true")
-            return replace(_ask(connection, query, max_rows, max_s), damage=tuple(damage))
+            known = (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException, duckdb.InterruptException)
+            found = _of_whole_files(
+                Path(folder), damage, max_s, lambda: _ask(connection, query, max_rows, max_s), known
+            )
+            return replace(found, damage=tuple(damage))
         except duckdb.InterruptException as error:
             raise UserError(f"the query took more than {max_s:g} s: narrow it, or allow more with --seconds") from error
         except duckdb.Error as error:
@@ -181,13 +231,13 @@ def _table(columns: Sequence[str], rows: Sequence[Row]) -> "pyarrow.Table":
     values = list(zip(*rows, strict=True)) if rows else [()] * len(columns)
     texts = pyarrow.string()
     arrays = [
-        pyarrow.array(map(_plain, column) if kind == texts else column, kind)
+        pyarrow.array(map(plain, column) if kind == texts else column, kind)
         for column, (_, kind) in zip(values, schema, strict=True)
     ]
     return pyarrow.table(arrays, schema=pyarrow.schema(schema))
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> Any:
     """A text that UTF-8 can hold."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
@@ -204,7 +254,7 @@ def _add_metrics(connection: "duckdb.DuckDBPyConnection", runs: Mapping[str, Pat
             values.extend(record.values.values())
             sizes.append(len(record.values))
             records.append((run, record.step, record.kind, record.t, record.restart))
-    names = pyarrow.array(map(_plain, numbers), pyarrow.string())
+    names = pyarrow.array(map(plain, numbers), pyarrow.string())
     key = pyarrow.DictionaryArray.from_arrays(np.array(keys, np.int32), names)
     table = _table(["run VARCHAR", "step BIGINT", "kind VARCHAR", "t DOUBLE", "restart BIGINT"], records)
     table = table.take(np.repeat(np.arange(len(sizes)), sizes))
@@ -236,9 +286,33 @@ def _add_samples(
     _fill(connection, "files", columns, files)
     kinds = {"text": "varchar", "number": "double", "whole": "bigint", "json": "json"}
     listed = [f"try_cast(r.{name} as {kinds[kind]}) as {name}" for name, (kind, _) in COLUMNS.items()]
-    with _limited(connection, max_s):
-        connection.execute(_SAMPLES.format(folder=folder, columns=", ".join(listed[2:])))
+
+    def make() -> None:
+        with _limited(connection, max_s):
+            connection.execute(_SAMPLES.format(folder=folder, columns=", ".join(listed[2:])))
+
+    _of_whole_files(folder, damage, max_s, make)
     return damage
+
+
+def _of_whole_files(
+    folder: Path, damage: list[str], max_s: float, ask: Callable[[], T], users: tuple[type[Exception], ...] = ()
+) -> T:
+    """What `ask` gives; if it fails, without the samples' files that are damaged. users: errors that no file makes."""
+    import duckdb
+
+    try:
+        return ask()
+    except duckdb.Error as error:
+        links = [] if isinstance(error, users) else [*filter(Path.is_symlink, folder.iterdir())]
+        found, deadline = len(damage), time.monotonic() + max_s
+        for link, file in ((link, link.resolve()) for link in links):
+            if time.monotonic() < deadline and is_damaged(file, file.parent):
+                link.unlink()
+                damage.append(f"{file} is damaged: its samples are missing here")
+        if len(damage) == found:
+            raise
+        return ask()
 
 
 def _tokens(run_dir: Path) -> Iterator[Row]:
@@ -306,14 +380,15 @@ def _spans(run_dir: Path) -> Iterator[Row]:
 
 
 def _groups(run_dir: Path) -> Iterator[Row]:
-    for group in read_groups(run_dir / LEDGER).values():
-        yield tuple(group.values().values())
+    for group in run_reader.groups_of(surviving_records(run_dir / LEDGER)).values():
+        yield group.values()
 
 
 def _versions(run_dir: Path) -> Iterator[Row]:
-    for record in read_ledger(run_dir / LEDGER):
+    for record in surviving_records(run_dir / LEDGER):
         if record["kind"] == "version":
-            yield record["step"], record["weights"], record["t"], record["restart"]
+            step, weights, restart = map(run_reader.whole, map(record.get, ("step", "weights", "restart")))
+            yield step, weights, to_number(record.get("t")), restart
 
 
 def _findings(run_dir: Path) -> Iterator[Row]:

@@ -166,29 +166,29 @@ class Group:
     def worker(self) -> str | None:
         return self.attempts[-1].worker if self.attempts else None
 
-    def values(self) -> dict[str, Any]:
-        """As the view `groups` has it."""
-        known = {name: getattr(self, name) for name in GROUP_COLUMNS}
-        return {**known, "attempts": len(self.attempts)}
+    def values(self) -> tuple[object, ...]:
+        """Those of `GROUP_COLUMNS`."""
+        data = (self.group_id, self.state, self.step, self.epoch, self.row, self.domain, self.version, self.tokens)
+        return (*data, len(self.attempts), self.worker, self.started, self.completed, self.ended, self.reason)
 
     def apply(self, record: Mapping[str, Any]) -> None:
         match record["kind"]:
             case "issued":
-                self.epoch, self.row = _whole(record.get("epoch")), _whole(record.get("row"))
+                self.epoch, self.row = whole(record.get("epoch")), whole(record.get("row"))
                 self.domain = None if record.get("domain") is None else str(record["domain"])
-                restart = _whole(record.get("restart"))
-                self.attempts.append(Attempt(_time(record), _whole(record.get("version")), restart))
+                restart = whole(record.get("restart"))
+                self.attempts.append(Attempt(_time(record), whole(record.get("version")), restart))
             case "assigned" if self.attempts:
                 self.attempts[-1] = self.attempts[-1]._replace(worker=str(record.get("worker")))
             case "complete":
-                self.tokens, self.version = _whole(record.get("tokens")), _whole(record.get("version"))
+                self.tokens, self.version = whole(record.get("tokens")), whole(record.get("version"))
                 self.completed = _time(record)
             case "lost" | "aborted":
                 self.tokens = self.version = self.completed = None
                 if record["kind"] == "aborted" and self.attempts:
                     self.attempts[-1] = self.attempts[-1]._replace(aborted=True)
             case "consumed":
-                self.step, self.ended = _whole(record.get("step")), _time(record)
+                self.step, self.ended = whole(record.get("step")), _time(record)
             case "dropped":
                 self.reason, self.ended = str(record.get("reason")), _time(record)
         self.state = _STATE_AFTER[record["kind"]] or self.state
@@ -206,20 +206,28 @@ _STATE_AFTER = {
 """The state of a group after each kind of record."""
 
 
+def groups_of(records: Iterable[Mapping[str, Any]]) -> dict[int, Group]:
+    """The groups after these records of a ledger."""
+    groups = dict[int, Group]()
+    for record in records:
+        fold_groups(groups, record)
+    return groups
+
+
 def fold_groups(groups: dict[int, Group], record: Mapping[str, Any]) -> None:
     """Apply the next record of a ledger. One that is none changes nothing."""
     kind = record.get("kind")
     if kind == "inherited":  # from the run that this one resumes
         live = record.get("live")
         for each in live if isinstance(live, list) else ():
-            if isinstance(each, dict) and (number := _whole(each.get("group_id"))) is not None:
-                domain, version = each.get("domain"), _whole(each.get("version")) if each.get("complete") else None
+            if isinstance(each, dict) and (number := whole(each.get("group_id"))) is not None:
+                domain, version = each.get("domain"), whole(each.get("version")) if each.get("complete") else None
                 state = "queued" if each.get("complete") else "waiting"
                 groups[number] = Group(number, state, domain=domain and str(domain), version=version)
     elif isinstance(kind, str) and kind in _STATE_AFTER:
         listed = record["group_ids"] if "group_ids" in record else (record.get("group_id"),)
         for group_id in listed if isinstance(listed, list | tuple) else ():
-            if (number := _whole(group_id)) is not None:
+            if (number := whole(group_id)) is not None:
                 if number not in groups:
                     groups[number] = Group(number)
                 groups[number].apply(record)
@@ -246,11 +254,11 @@ def read_timeline(run_dir: Path, max_bytes: int | None = MAX_BYTES) -> Timeline:
     wrote the folder.
     """
     events, num_unreadable = read_records(run_dir / "events.jsonl", max_bytes, run_dir)
-    version = max((_whole(event.get("schema")) or 0 for event in events if event.get("kind") == "start"), default=0)
+    version = max((whole(event.get("schema")) or 0 for event in events if event.get("kind") == "start"), default=0)
     if version > SCHEMA_VERSION:
         raise UserError(newer(run_dir, version))
     starts = [
-        (_whole(event.get("restart")), _whole(event.get("resumed_at")))
+        (whole(event.get("restart")), whole(event.get("resumed_at")))
         for event in events
         if event.get("kind") == "start"
     ]
@@ -404,39 +412,34 @@ def read_samples(
     split: str = "train",
     timeline: Timeline | None = None,
     max_bytes: int | None = MAX_SAMPLE_BYTES,
+    damage: list[str] | None = None,
 ) -> list[dict[str, JSON]]:
-    """The samples of a step; empty if there are none or the step was rolled back. Numbers may be NaN or infinite."""
-    return samples_and_damage(run_dir, step, split, timeline, max_bytes)[0]
+    """The samples of a step; empty if there are none or the step was rolled back. Numbers may be NaN or infinite.
 
-
-def samples_and_damage(
-    run_dir: Path,
-    step: int,
-    split: str = "train",
-    timeline: Timeline | None = None,
-    max_bytes: int | None = MAX_SAMPLE_BYTES,
-) -> tuple[list[dict[str, JSON]], list[str]]:
-    """The samples of a step, and a sentence for each file of it that is damaged or too long."""
+    damage: gets a sentence for each file of it that is damaged or too long.
+    """
     first = run_dir / SAMPLES / sample_file_name(step, split)
     parts = sorted(first.parent.glob(f"{first.stem}.*.parquet"), key=lambda path: (len(path.name), path.name))
     read = [read_sample_file(path, run_dir, max_bytes) for path in (first, *parts)]
     timeline = timeline or read_timeline(run_dir)
-    valid = [row for rows, _ in read for row in rows if timeline.survives(_whole(row["restart"]) or 0, step)]
-    return list(map(_sample, valid)), [said for _, said in read if said]
+    valid = [row for rows, _ in read for row in rows if timeline.survives(whole(row["restart"]) or 0, step)]
+    if damage is not None:
+        damage += [said for _, said in read if said]
+    return list(map(_sample, valid))
 
 
 def _first_steps(run_dir: Path, max_bytes: int | None) -> dict[int, int]:
     """The first step that each later restart trained; a validation alone rolls nothing back."""
     first: dict[int, int] = {}
     for record in filter(None, iter_records(run_dir / "metrics.jsonl", max_bytes, run_dir)):
-        restart, step = _whole(record.get("restart")), _whole(record.get("step"))
+        restart, step = whole(record.get("restart")), whole(record.get("step"))
         if restart and step is not None and record.get("kind") != "val":
             first[restart] = min(step, first.get(restart, step))
     return first
 
 
 def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
-    step, nested = _whole(record.get("step")), record.get("m")
+    step, nested = whole(record.get("step")), record.get("m")
     if step is None or not isinstance(nested, dict):
         return None
     values: Mapping[str, Any] = flatten(nested)
@@ -444,7 +447,7 @@ def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
         named = {name: to_number(value) for name, value in values.items() if len(name) <= _MAX_NAME}
         values = {name: number for name, number in named.items() if number is not None}
     return MetricsRecord(
-        step, _time(record), _whole(record.get("restart")) or 0, str(record.get("kind", "train")), values
+        step, _time(record), whole(record.get("restart")) or 0, str(record.get("kind", "train")), values
     )
 
 
@@ -460,13 +463,13 @@ def _span(record: dict[str, JSON] | None) -> Span | None:
     start, end = to_number(record.get("t0")), to_number(record.get("t1"))
     if start is None or end is None or not 0 <= start <= end <= _LATEST_TIME:
         return None
-    step, group_id, version, restart = map(_whole, map(record.get, ("step", "group_id", "version", "restart")))
+    step, group_id, version, restart = map(whole, map(record.get, ("step", "group_id", "version", "restart")))
     kind, what, on = str(record.get("kind", "")), str(record.get("what", "")), record.get("on")
     return Span(start, end, kind, what, step, group_id, version, None if on is None else str(on), restart or 0)
 
 
 def _event(record: dict[str, JSON], timeline: Timeline) -> Event:
-    restart, step = _whole(record.get("restart")) or 0, _whole(record.get("step"))
+    restart, step = whole(record.get("restart")) or 0, whole(record.get("step"))
     return Event(
         t=_time(record),
         restart=restart,
@@ -492,8 +495,9 @@ def _time(record: Mapping[str, JSON]) -> float:
     return t if 0 <= t <= _LATEST_TIME else 0.0
 
 
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MAX_WHOLE else None
+def whole(value: object) -> int | None:
+    """The whole number of a record; None if it is none, or too large."""
+    return value if type(value) is int and -_MAX_WHOLE < value < _MAX_WHOLE else None  # no bool
 
 
 def remarks(row: Mapping[str, object]) -> dict[str, dict[str, object]]:

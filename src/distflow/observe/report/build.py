@@ -307,7 +307,7 @@ def _config_text(run_dir: Path, run: Mapping[str, JSON]) -> str:
 
 def page(data: Mapping[str, Any]) -> bytes:
     """The template filled in with the result of `report_data`."""
-    words = {"title": data["title"], "status": data["status"]["word"]}
+    words = {"title": data["title"], "kind": "report", "status": data["status"]["word"]}
     return fill("report.html", SCRIPTS, data, words, sentences="\n".join(_paragraphs(data)), plots=True)
 
 
@@ -328,23 +328,26 @@ def fill(
         assert "</script" not in text.lower() and "</style" not in text.lower(), f"{name} would end its own tag"
         return text
 
-    plot = read("uplot/uPlot.iife.min.js") if plots else ""
-    script = "\n".join(read(f"{name}.js") for name in scripts)
+    scripts = [read("uplot/uPlot.iife.min.js")] * plots + ["\n".join(read(f"{name}.js") for name in scripts)]
     style = (read("uplot/uPlot.min.css") + "\n" if plots else "") + read("report.css")
     policy = (
-        f"default-src 'none'; script-src {_hash(plot)} {_hash(script)}; style-src {_hash(style)}; "
+        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    filled = Template((static / template).read_text(encoding="utf-8")).substitute(
+    filled = _template(template).substitute(
         {name: _text(text) for name, text in words.items()},
         policy=html.escape(policy, quote=True).replace("&#x27;", "'"),
         sentences=sentences,
-        style=style,
-        plot=plot,
-        script=script,
+        styles=f"<style>{style}</style>",
+        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
         data=embed(data),
     )
     return filled.encode("utf-8", "backslashreplace")
+
+
+def _template(name: str) -> Template:
+    static = files("distflow.observe.report") / "static"
+    return Template((static / "head.html").read_text(encoding="utf-8") + (static / name).read_text(encoding="utf-8"))
 
 
 def served_files() -> dict[str, bytes]:
@@ -359,20 +362,19 @@ def served_files() -> dict[str, bytes]:
 
 def served_page(data: Mapping[str, object], title: str) -> bytes:
     """The frame of a report whose scripts are served and ask for their data. data: what they start with."""
-    template = (files("distflow.observe.report") / "static" / "report.html").read_text(encoding="utf-8")
     styles = "\n".join(f'<link rel="stylesheet" href="/static/{name}.css">' for name in ("uPlot.min", "report"))
     scripts = "\n".join(
         f'<script src="/static/{name}.js"></script>' for name in ("uPlot.iife.min", *_PARTS, "dashboard")
     )
-    for inside, outside in (
-        ("<style>$style</style>", styles),
-        ("<script>$plot</script>\n<script>$script</script>", scripts),
-        ("distflow report", "distflow dashboard"),
-    ):
-        assert inside in template, f"report.html has no {inside}"
-        template = template.replace(inside, outside)
-    words = {"title": _text(title), "status": "", "policy": POLICY_OF_SERVED_PAGES, "sentences": ""}
-    return Template(template).substitute(words, data=embed(data)).encode("utf-8", "backslashreplace")
+    words = {
+        "title": _text(title),
+        "kind": "dashboard",
+        "status": "",
+        "policy": POLICY_OF_SERVED_PAGES,
+        "sentences": "",
+    }
+    filled = _template("report.html").substitute(words, styles=styles, scripts=scripts, data=embed(data))
+    return filled.encode("utf-8", "backslashreplace")
 
 
 def _paragraphs(data: Mapping[str, Any]) -> list[str]:

@@ -59,12 +59,8 @@ class RunRule(NamedTuple):
     check: Callable[[RunRecords], Finding | None]
 
     def can_look(self, run: RunRecords) -> bool:
-        there = {
-            "groups": lambda: bool(run.activity.groups),
-            "spans": lambda: bool(run.charges),
-            "": lambda: True,
-        }
-        return there[self.needs]() if self.needs in there else self.needs in run.metrics
+        there = {"groups": bool(run.activity.groups), "spans": bool(run.charges), "": True}
+        return there.get(self.needs, self.needs in run.metrics)
 
 
 def read_charges(run_dir: Path, step: int | None = None) -> list[Charge]:

@@ -375,7 +375,9 @@ def unaccounted(run: RunRecords) -> Finding | None:
 
 def starved_prompts(run: RunRecords) -> Finding | None:
     """Long groups that are dropped as stale more often than short ones: the policy then learns from short ones."""
-    sized = sorted((group for group in run.activity.groups if group.tokens), key=lambda group: group.tokens or 0)
+    sized = sorted(
+        (group for group in run.activity.groups.values() if group.tokens), key=lambda group: group.tokens or 0
+    )
     quarter = len(sized) // 4
     short, long = (sum(_is_stale(group) for group in part) for part in (sized[:quarter], sized[-quarter:]))
     if short + long < _FEW_DROPPED or long <= 2 * short:
@@ -402,10 +404,9 @@ def _is_stale(group: Group) -> bool:
 def data_order(run: RunRecords) -> Finding | None:
     """Rows that an epoch repeats, and validation problems among the training prompts."""
     seen: dict[tuple[int, int], list[int]] = {}
-    for group in (
-        group for group in run.activity.groups if group.step and group.epoch is not None and group.row is not None
-    ):
-        seen.setdefault((group.epoch or 0, group.row or 0), []).append(group.group_id)
+    for group in run.activity.groups.values():
+        if group.step and group.epoch is not None and group.row is not None:
+            seen.setdefault((group.epoch, group.row), []).append(group.group_id)
     if repeated := {place: ids for place, ids in seen.items() if len(ids) > 1}:
         (epoch, row), ids = next(iter(repeated.items()))
         rows = count_of(len(repeated), "row")

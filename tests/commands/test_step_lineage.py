@@ -2,10 +2,10 @@
 
 import pytest
 
+from distflow.commands.step_lineage import step_lineage
 from distflow.errors import UserError
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.ledger import Ledger, LedgerError
-from distflow.scheduling.lineage import step_lineage
 from distflow.scheduling.row_order_and_step_sizes import DataPlan, place
 from tests.ledger_audit import verify
 

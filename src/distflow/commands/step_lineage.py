@@ -6,7 +6,7 @@ from pathlib import Path
 
 from distflow.errors import UserError
 from distflow.observe.run_reader import Group, fold_groups
-from distflow.scheduling.ledger import LedgerError, Record, timeline
+from distflow.scheduling.ledger import LedgerError, Record, surviving_records
 from distflow.untrusted_files import check_file
 
 _MAX_BYTES = 2**30
@@ -46,28 +46,14 @@ def step_lineage(path: Path, step: int) -> StepLineage:
         )
     try:
         check_file(path, path.parent, _MAX_BYTES)
-        found = _find(step, read_ledger(path))
+        found = _find(step, surviving_records(path))
     except OSError as err:
         raise LedgerError(f"'{path}' cannot be read: {err.strerror}") from err
-    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as err:
+    except (KeyError, TypeError, AttributeError) as err:
         raise LedgerError(f"{path} is damaged: it has an impossible record ({err!r})") from err
     if isinstance(found, str):
         raise UserError(f"{path} has no step {step}: {found}")
     return found
-
-
-def read_ledger(path: Path) -> Iterator[Record]:
-    """The records of the surviving timeline; none if there is no ledger."""
-    if path.is_file():
-        yield from (record for _, record in timeline(path))
-
-
-def read_groups(path: Path) -> dict[int, Group]:
-    """All groups, as they are at the ledger's end; none if there is no ledger."""
-    groups = dict[int, Group]()
-    for record in read_ledger(path):
-        fold_groups(groups, record)
-    return groups
 
 
 def _find(step: int, records: Iterator[Record]) -> StepLineage | str:
@@ -77,7 +63,7 @@ def _find(step: int, records: Iterator[Record]) -> StepLineage | str:
 
     def lineage(own: Iterable[Group], consumed_at: float | None = None, weights: int | None = None) -> StepLineage:
         ids = tuple(group_id for record in aborted for group_id in record["group_ids"])
-        tokens = sum(int(record["tokens"]) for record in aborted)
+        tokens = sum(record["tokens"] for record in aborted)
         ordered = tuple(sorted(own, key=lambda group: group.group_id))
         return StepLineage(step, restart, ordered, tuple(dropped), consumed_at, weights, bound, ids, tokens)
 
@@ -94,7 +80,7 @@ def _find(step: int, records: Iterator[Record]) -> StepLineage | str:
             own = [groups.pop(group_id) for group_id in record["group_ids"]]
             if record["step"] == step:
                 if not abs(record["t"]) <= _LATEST_TIME:
-                    raise ValueError(record["t"])
+                    raise TypeError(record["t"])
                 after: Record = next(records, {"kind": ""})
                 return lineage(own, record["t"], after["weights"] if after["kind"] == "version" else None)
             dropped, aborted, following = [], [], record["step"] + 1
