@@ -130,7 +130,7 @@ def query_runs(run_dirs: Sequence[Path], query: str, max_rows: int = MAX_ROWS, m
 
     Raises UserError without DuckDB, for another statement, a wrong one, or one that takes too long.
     """
-    _, query = QUESTIONS.get(query.strip(), ("", query))
+    _, query = QUESTIONS.get(query.strip(), ("", plain(query)))
     try:
         import duckdb
     except ImportError as error:

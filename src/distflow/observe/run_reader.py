@@ -26,6 +26,7 @@ from distflow.observe.crash_safe_files import (
     iter_records,
     parse_object,
     read_records,
+    start_within_memory,
     to_number,
     unreadable,
 )
@@ -370,6 +371,9 @@ class GrowingMetrics:
                     self._end = max(found.st_size - MAX_BYTES, 0)
                 file.seek(self._end)
                 added = file.read(MAX_BYTES)
+                if start := start_within_memory(added):
+                    start = added.find(b"\n", start) + 1
+                    added, self._end = added[start:], self._end + start
         except FileNotFoundError:
             return []
         except OSError as error:
