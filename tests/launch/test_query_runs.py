@@ -75,6 +75,16 @@ def test_truncated_files_rolled_back_steps_and_links_out_of_the_folder_are_left_
     assert damage == (f"{run_dir}/samples/000008.parquet is damaged: its samples are missing here",)
 
 
+def test_files_of_another_version_have_other_columns(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", num_steps=2)
+    file = run_dir / "samples" / "000002.parquet"
+    table = pyarrow.parquet.read_table(file).drop_columns(["prompt"])
+    pyarrow.parquet.write_table(table.append_column("later", table["uid"]), file)
+    query = "select step, count(uid), count(prompt) from samples where split = 'train' group by all order by 1"
+    answer = query_runs([run_dir], query)
+    assert (answer.rows, answer.damage) == ([(1, 16, 16), (2, 16, 0)], ())
+
+
 @pytest.mark.parametrize("damage", ["a page", "the footer", "other columns"])
 def test_a_damaged_file_between_a_whole_beginning_and_end_hides_no_other(tmp_path: Path, damage: str) -> None:
     run_dir = write_run(tmp_path / "run", num_steps=2)
@@ -124,6 +134,13 @@ def test_groups_and_versions_come_from_the_ledger(tmp_path: Path) -> None:
     with (run_dir / "ledger.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "version", "restart": 0, "t": "x", "step": 2**70, "weights": [1]}) + "\n")
     assert rows(run_dir, "select * from versions where step is null") == [("run", None, None, None, 0)]
+
+
+def test_reading_many_files_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = write_ledger_run(tmp_path / "run")
+    for view in ("metrics", "samples", "groups", "versions"):
+        with pytest.raises(UserError, match="the files take too long to read: name fewer runs"):
+            query_runs([run_dir], f"select count(*) from {view}", max_s=-1.0)
 
 
 def test_a_word_asks_a_question_and_the_help_lists_all_of_them(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ anything else. Samples are the largest: DuckDB reads their files itself, behind 
 cannot be patterns. Everything else comes from the readers that the report uses.
 """
 
+import math
 import re
 import tempfile
 import threading
@@ -12,6 +13,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -38,6 +40,10 @@ Row = tuple[object, ...]
 T = TypeVar("T")
 
 MAX_ROWS, MAX_S = 10_000, 5.0
+_READ_TIMES = 2.0
+"""How often the time of a query its files may take to be read."""
+
+_read_until = ContextVar("_read_until", default=math.inf)
 _MAX_MEMORY = "700MB"
 LEDGER = "ledger.jsonl"
 _TOKENS_FILE = re.compile(r"(\d{6,18})(?:\.\d+)?\.safetensors")
@@ -105,8 +111,8 @@ group by step, run order by step, run""",
 }
 """What is asked most often, by a word that may stand in place of a SELECT."""
 
-_SAMPLES = """create view samples as select f.run, f.step, f.split, {columns}
-    from read_parquet('{folder}/*.parquet', union_by_name=true, filename=true) r
+_SAMPLES = """create or replace view samples as select f.run, f.step, f.split, {columns}
+    from read_parquet('{folder}/*.parquet', union_by_name={by_name}, filename=true) r
     join files f on f.file = parse_filename(r.filename, true)
     where coalesce(try_cast(r.restart as bigint), 0) >= f.least_restart"""
 
@@ -126,10 +132,11 @@ class Answer:
 
 def query_runs(run_dirs: Sequence[Path], query: str, max_rows: int = MAX_ROWS, max_s: float = MAX_S) -> Answer:
     """The rows of one SELECT over the views of `VIEWS`, or of one of `QUESTIONS` by its word; each view has a column
-    `run`. max_s: of the query itself, without reading the files that are not large.
+    `run`. max_s: of the query itself; reading the files may take twice as long.
 
     Raises UserError without DuckDB, for another statement, a wrong one, or one that takes too long.
     """
+    _read_until.set(time.monotonic() + _READ_TIMES * max_s)
     _, query = QUESTIONS.get(query.strip(), ("", plain(query)))
     try:
         import duckdb
@@ -140,15 +147,21 @@ def query_runs(run_dirs: Sequence[Path], query: str, max_rows: int = MAX_ROWS, m
             _check_statement(connection, query)
             connection.execute(f"set memory_limit='{_MAX_MEMORY}'")
             named = [name for name in VIEWS if re.search(rf"\b{name}\b", query, re.IGNORECASE)]
-            damage = [s for name in named for s in _add_view(connection, name, _named(run_dirs), Path(folder), max_s)]
+            damage = [s for name in named for s in _add_view(connection, name, _named(run_dirs), Path(folder))]
             _allow(connection, Path(folder))
             for setting in ("temp_directory=''", "enable_external_access=false"):
                 connection.execute(f"set {setting}")
             connection.execute("set lock_configuration=true")
-            known = (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException, duckdb.InterruptException)
-            found = _of_whole_files(
-                Path(folder), damage, max_s, lambda: _ask(connection, query, max_rows, max_s), known
-            )
+            mistakes = (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException)
+            try:
+                found = _ask(connection, query, max_rows, max_s)
+            except duckdb.Error as error:
+                if "samples" not in named or isinstance(error, (*mistakes, duckdb.InterruptException)):
+                    raise
+                damage += _remove_damaged(Path(folder), max_s)
+                with _limited(connection, max_s):
+                    connection.execute(_view_of_samples(Path(folder), by_name=True))
+                found = _ask(connection, query, max_rows, max_s)
             return replace(found, damage=tuple(damage))
         except duckdb.InterruptException as error:
             raise UserError(f"the query took more than {max_s:g} s: narrow it, or allow more with --seconds") from error
@@ -196,18 +209,24 @@ def _named(run_dirs: Sequence[Path]) -> dict[str, Path]:
     return {name if names.count(name) == 1 else str(path): path for name, path in zip(names, run_dirs, strict=True)}
 
 
-def _add_view(
-    connection: "duckdb.DuckDBPyConnection", name: str, runs: Mapping[str, Path], folder: Path, max_s: float
-) -> list[str]:
+def _add_view(connection: "duckdb.DuckDBPyConnection", name: str, runs: Mapping[str, Path], folder: Path) -> list[str]:
     """Returns a sentence for each file that is damaged or too long."""
     if name == "samples":
-        return _add_samples(connection, runs, folder, max_s)
+        return _add_samples(connection, runs, folder)
     if name == "metrics":
         _add_metrics(connection, runs)
         return []
     columns = VIEWS[name].split(", ")
-    _fill(connection, name, columns, [(run, *row) for run, path in runs.items() for row in _ROWS[name](path)])
+    _fill(connection, name, columns, [(run, *row) for run, path in runs.items() for row in _in_time(_ROWS[name](path))])
     return [said for path in runs.values() for said in _cut_spans(path)] if name == "spans" else []
+
+
+def _in_time(items: Iterable[T], each: int = 1000) -> Iterator[T]:
+    """The items. Raises UserError, at every `each`, if reading the files takes too long."""
+    for number, item in enumerate(items):
+        if not number % each and time.monotonic() > _read_until.get():
+            raise UserError("the files take too long to read: name fewer runs, or allow more time with --seconds")
+        yield item
 
 
 def _cut_spans(run_dir: Path) -> Iterator[str]:
@@ -248,7 +267,7 @@ def _add_metrics(connection: "duckdb.DuckDBPyConnection", runs: Mapping[str, Pat
 
     numbers, keys, values, sizes = dict[str, int](), array("i"), array("d"), array("q")
     records: list[Row] = []
-    for run, path in runs.items():
+    for run, path in _in_time(runs.items(), 1):
         for record in run_reader.read_metrics(path, max_bytes=None):
             keys.extend(numbers.setdefault(name, len(numbers)) for name in record.values)
             values.extend(record.values.values())
@@ -265,14 +284,12 @@ def _add_metrics(connection: "duckdb.DuckDBPyConnection", runs: Mapping[str, Pat
     connection.unregister("arriving")
 
 
-def _add_samples(
-    connection: "duckdb.DuckDBPyConnection", runs: Mapping[str, Path], folder: Path, max_s: float
-) -> list[str]:
-    """Returns a sentence for each damaged file, which is left out. max_s: to read what the files describe."""
+def _add_samples(connection: "duckdb.DuckDBPyConnection", runs: Mapping[str, Path], folder: Path) -> list[str]:
+    """Returns a sentence for each damaged file, which is left out."""
     files: list[Row] = []
     damage = []
-    write_sample_file(folder / "none.parquet", (), 0, "")  # the pattern must match a file, and a column be somewhere
-    for run, path in runs.items():
+    write_sample_file(folder / "-.parquet", (), 0, "")  # the first, so that all columns are there
+    for run, path in _in_time(runs.items(), 1):
         timeline = run_reader.read_timeline(path, None)
         for file, split, step in run_reader.sample_files(path):
             with suppress(UserError):  # it cannot be read, or leads out of the run's folder
@@ -284,35 +301,24 @@ def _add_samples(
                 files.append((str(len(files)), run, step, split, least))
     columns = ["file VARCHAR", "run VARCHAR", "step BIGINT", "split VARCHAR", "least_restart BIGINT"]
     _fill(connection, "files", columns, files)
-    kinds = {"text": "varchar", "number": "double", "whole": "bigint", "json": "json"}
-    listed = [f"try_cast(r.{name} as {kinds[kind]}) as {name}" for name, (kind, _) in COLUMNS.items()]
-
-    def make() -> None:
-        with _limited(connection, max_s):
-            connection.execute(_SAMPLES.format(folder=folder, columns=", ".join(listed[2:])))
-
-    _of_whole_files(folder, damage, max_s, make)
+    connection.execute(_view_of_samples(folder, by_name=False))
     return damage
 
 
-def _of_whole_files(
-    folder: Path, damage: list[str], max_s: float, ask: Callable[[], T], users: tuple[type[Exception], ...] = ()
-) -> T:
-    """What `ask` gives; if it fails, without the samples' files that are damaged. users: errors that no file makes."""
-    import duckdb
+def _view_of_samples(folder: Path, by_name: bool) -> str:
+    """by_name: files may have other columns than the first, which takes long to find out."""
+    kinds = {"text": "varchar", "number": "double", "whole": "bigint", "json": "json"}
+    listed = [f"try_cast(r.{name} as {kinds[kind]}) as {name}" for name, (kind, _) in COLUMNS.items()]
+    return _SAMPLES.format(folder=folder, columns=", ".join(listed[2:]), by_name=str(by_name).lower())
 
-    try:
-        return ask()
-    except duckdb.Error as error:
-        links = [] if isinstance(error, users) else [*filter(Path.is_symlink, folder.iterdir())]
-        found, deadline = len(damage), time.monotonic() + max_s
-        for link, file in ((link, link.resolve()) for link in links):
-            if time.monotonic() < deadline and is_damaged(file, file.parent):
-                link.unlink()
-                damage.append(f"{file} is damaged: its samples are missing here")
-        if len(damage) == found:
-            raise
-        return ask()
+
+def _remove_damaged(folder: Path, max_s: float) -> Iterator[str]:
+    """Remove the links to damaged files of samples, as far as the time allows. A sentence for each."""
+    deadline = time.monotonic() + max_s
+    for link, file in ((link, link.resolve()) for link in folder.iterdir() if link.is_symlink()):
+        if time.monotonic() < deadline and is_damaged(file, file.parent):
+            link.unlink()
+            yield f"{file} is damaged: its samples are missing here"
 
 
 def _tokens(run_dir: Path) -> Iterator[Row]:
@@ -380,12 +386,12 @@ def _spans(run_dir: Path) -> Iterator[Row]:
 
 
 def _groups(run_dir: Path) -> Iterator[Row]:
-    for group in run_reader.groups_of(surviving_records(run_dir / LEDGER)).values():
+    for group in run_reader.groups_of(_in_time(surviving_records(run_dir / LEDGER))).values():
         yield group.values()
 
 
 def _versions(run_dir: Path) -> Iterator[Row]:
-    for record in surviving_records(run_dir / LEDGER):
+    for record in _in_time(surviving_records(run_dir / LEDGER)):
         if record["kind"] == "version":
             step, weights, restart = map(run_reader.whole, map(record.get, ("step", "weights", "restart")))
             yield step, weights, to_number(record.get("t")), restart
