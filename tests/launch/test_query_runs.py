@@ -136,6 +136,17 @@ def test_groups_and_versions_come_from_the_ledger(tmp_path: Path) -> None:
     assert rows(run_dir, "select * from versions where step is null") == [("run", None, None, None, 0)]
 
 
+def test_only_the_files_of_the_views_that_a_query_reads_are_read(tmp_path: Path) -> None:
+    """Also where a view has the name of a column."""
+    run_dir = write_run(tmp_path / "run", num_steps=2)
+    (run_dir / "ledger.jsonl").mkdir()
+    (run_dir / "events.jsonl").unlink()
+    (run_dir / "metrics.jsonl").unlink()
+    (run_dir / "metrics.jsonl").mkdir()
+    (run_dir / "config.yaml").write_text("a: 1")
+    assert rows(run_dir, "select value as versions, key as metrics from CONFIG as groups") == [("1", "a")]
+
+
 def test_reading_many_files_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = write_ledger_run(tmp_path / "run")
     for view in ("metrics", "samples", "groups", "versions"):

@@ -49,9 +49,11 @@ LEDGER = "ledger.jsonl"
 _TOKENS_FILE = re.compile(r"(\d{6,18})(?:\.\d+)?\.safetensors")
 _TOKEN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "versions")
 
+_KINDS = {"text": "VARCHAR", "number": "DOUBLE", "whole": "BIGINT", "json": "JSON"}
+
 VIEWS: dict[str, str] = {
     "metrics": "run VARCHAR, step BIGINT, kind VARCHAR, key VARCHAR, value DOUBLE, t DOUBLE, restart BIGINT",
-    "samples": "",
+    "samples": f"run VARCHAR, {', '.join(f'{name} {_KINDS[kind]}' for name, (kind, _) in COLUMNS.items())}",
     "tokens": "run VARCHAR, step BIGINT, uid VARCHAR, position BIGINT, token BIGINT, is_trained BOOLEAN, "
     + ", ".join(f"{name.removesuffix('s')} DOUBLE" for name in _TOKEN_COLUMNS)
     + ", text VARCHAR, owner VARCHAR",
@@ -66,7 +68,7 @@ VIEWS: dict[str, str] = {
     "action VARCHAR",
     "config": "run VARCHAR, key VARCHAR, value VARCHAR, source VARCHAR",
 }
-"""The views and their columns; those of `samples` are the run and those of its files."""
+"""The views and their columns."""
 
 QUESTIONS: dict[str, tuple[str, str]] = {
     "reward": (
@@ -146,7 +148,7 @@ def query_runs(run_dirs: Sequence[Path], query: str, max_rows: int = MAX_ROWS, m
         try:
             _check_statement(connection, query)
             connection.execute(f"set memory_limit='{_MAX_MEMORY}'")
-            named = [name for name in VIEWS if re.search(rf"\b{name}\b", query, re.IGNORECASE)]
+            named = _views_of(query)
             damage = [s for name in named for s in _add_view(connection, name, _named(run_dirs), Path(folder))]
             _allow(connection, Path(folder))
             for setting in ("temp_directory=''", "enable_external_access=false"):
@@ -167,6 +169,20 @@ def query_runs(run_dirs: Sequence[Path], query: str, max_rows: int = MAX_ROWS, m
             raise UserError(f"the query took more than {max_s:g} s: narrow it, or allow more with --seconds") from error
         except duckdb.Error as error:
             raise UserError(f"the query cannot be answered: {error}") from error
+
+
+def _views_of(query: str) -> list[str]:
+    """The views that it reads."""
+    import duckdb
+
+    with duckdb.connect(":memory:", config={"enable_external_access": "false"}) as connection:
+        for name, columns in VIEWS.items():
+            connection.execute(f"create table {name} ({columns})")
+        try:
+            named = {name.lower() for name in connection.get_table_names(query)}
+        except duckdb.InvalidInputException:  # a PIVOT is several statements
+            named = {*re.findall(r"\w+", query.lower())}
+    return [name for name in VIEWS if name in named]
 
 
 def _check_statement(connection: "duckdb.DuckDBPyConnection", query: str) -> None:
@@ -307,8 +323,7 @@ def _add_samples(connection: "duckdb.DuckDBPyConnection", runs: Mapping[str, Pat
 
 def _view_of_samples(folder: Path, by_name: bool) -> str:
     """by_name: files may have other columns than the first, which takes long to find out."""
-    kinds = {"text": "varchar", "number": "double", "whole": "bigint", "json": "json"}
-    listed = [f"try_cast(r.{name} as {kinds[kind]}) as {name}" for name, (kind, _) in COLUMNS.items()]
+    listed = [f"try_cast(r.{name} as {_KINDS[kind]}) as {name}" for name, (kind, _) in COLUMNS.items()]
     return _SAMPLES.format(folder=folder, columns=", ".join(listed[2:]), by_name=str(by_name).lower())
 
 
