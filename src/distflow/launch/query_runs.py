@@ -233,7 +233,9 @@ def _add_view(connection: "duckdb.DuckDBPyConnection", name: str, runs: Mapping[
         _add_metrics(connection, runs)
         return []
     columns = VIEWS[name].split(", ")
-    _fill(connection, name, columns, [(run, *row) for run, path in runs.items() for row in _in_time(_ROWS[name](path))])
+    _fill(connection, name, columns, ())
+    for run, path in runs.items():  # one after another, since rows in Python are large
+        _fill(connection, name, columns, [(run, *row) for row in _in_time(_ROWS[name](path))])
     return [said for path in runs.values() for said in _cut_spans(path)] if name == "spans" else []
 
 
@@ -254,7 +256,8 @@ def _cut_spans(run_dir: Path) -> Iterator[str]:
 
 def _fill(connection: "duckdb.DuckDBPyConnection", name: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
     connection.register("arriving", _table(columns, rows))
-    connection.execute(f"create table {name} as select * from arriving")
+    connection.execute(f"create table if not exists {name} as select * from arriving limit 0")
+    connection.execute(f"insert into {name} select * from arriving")
     connection.unregister("arriving")
 
 
