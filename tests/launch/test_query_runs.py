@@ -134,6 +134,11 @@ def test_groups_and_versions_come_from_the_ledger(tmp_path: Path) -> None:
     with (run_dir / "ledger.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "version", "restart": 0, "t": "x", "step": 2**70, "weights": [1]}) + "\n")
     assert rows(run_dir, "select * from versions where step is null") == [("run", None, None, None, 0)]
+    with (run_dir / "ledger.jsonl").open("ab") as file:
+        file.write(b"x" * 9_000_000)
+    for view in ("groups", "versions"):
+        with pytest.raises(UserError, match="ledger.jsonl' cannot be read: it has a line of more than"):
+            rows(run_dir, f"select * from {view}")
 
 
 def test_only_the_files_of_the_views_that_a_query_reads_are_read(tmp_path: Path) -> None:
