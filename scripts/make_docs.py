@@ -103,7 +103,6 @@ def render_schema() -> str:
     views = [
         (_code(name), re.sub(r"(\w+) ([A-Z]+)", lambda found: f"`{found[1]}` {found[2].lower()}", kept))
         for name, kept in VIEWS.items()
-        if kept
     ]
     parts = {
         "version": f"    schema = {SCHEMA_VERSION}",

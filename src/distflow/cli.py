@@ -39,7 +39,15 @@ keys:    docs/config.md, or distflow config PRESET --explain KEY; first steps: d
 
 _VIEWS = """views:    metrics, samples, tokens, spans, invoice, groups, versions, findings, config
           (columns: docs/observe.md#sql)
-example:  distflow sql RUN "select step, value from metrics where key = 'reward/mean_score'"
+words:    in place of a SELECT, the questions that are asked most:
+          slow     which sample made the slowest step slow?
+          samples  why did the reward fall? scores, errors and lengths by step
+          moved    why did the reward fall? the metrics that moved with it
+          time     where does the time go?
+          weights  is the rollout on the new weights?
+          reward   the reward by step
+example:  distflow sql RUN slow
+          distflow sql RUN "select step, value from metrics where key = 'reward/mean_score'"
           distflow sql RUN "describe samples"
 """
 
@@ -70,7 +78,7 @@ COMMANDS: dict[str, Command] = {
     "sandbox": Command("run a Python file in the sandbox, or serve the sandbox to other machines", "sandbox"),
     "list": Command("list presets, built-in models or runs", "new_and_list"),
     "report": Command("rewrite a run's report.html", "export_replay_report_why"),
-    "why": Command("show the groups of a step, with those that were dropped", "export_replay_report_why"),
+    "why": Command("show what a step trained on, waited for and took its time for", "export_replay_report_why"),
     "trace": Command("export steps of a run as a trace for ui.perfetto.dev", "export_replay_report_why"),
     "dashboard": Command("show a folder of runs in a browser", "dashboard"),
     "watch": Command("show a run that another process writes, as its terminal does", "sql_show_and_diff"),

@@ -5,13 +5,15 @@ import json
 import math
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 
-from distflow.cli import main
+from distflow.cli import COMMANDS, main
 from distflow.data.batch import Batch
 from distflow.errors import UserError
-from distflow.launch.query_runs import VIEWS, query_runs
+from distflow.launch.query_runs import QUESTIONS, VIEWS, query_runs
 from distflow.observe.sample_files import COLUMNS
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.runtime.run_reporter import keep_groups
@@ -73,6 +75,35 @@ def test_truncated_files_rolled_back_steps_and_links_out_of_the_folder_are_left_
     assert damage == (f"{run_dir}/samples/000008.parquet is damaged: its samples are missing here",)
 
 
+def test_files_of_another_version_have_other_columns(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", num_steps=2)
+    file = run_dir / "samples" / "000002.parquet"
+    table = pyarrow.parquet.read_table(file).drop_columns(["prompt"])
+    pyarrow.parquet.write_table(table.append_column("later", table["uid"]), file)
+    query = "select step, count(uid), count(prompt) from samples where split = 'train' group by all order by 1"
+    answer = query_runs([run_dir], query)
+    assert (answer.rows, answer.damage) == ([(1, 16, 16), (2, 16, 0)], ())
+
+
+@pytest.mark.parametrize("damage", ["a page", "the footer", "other columns"])
+def test_a_damaged_file_between_a_whole_beginning_and_end_hides_no_other(tmp_path: Path, damage: str) -> None:
+    run_dir = write_run(tmp_path / "run", num_steps=2)
+    file = run_dir / "samples" / "000002.parquet"
+    content = bytearray(file.read_bytes())
+    first = {"a page": 300, "the footer": len(content) - 900}.get(damage, len(content))
+    content[first : first + 800] = bytes(byte ^ 0xFF for byte in content[first : first + 800])
+    file.write_bytes(content)
+    if damage == "other columns":
+        pyarrow.parquet.write_table(pyarrow.table({"uid": [1], "response": [[2]]}), file)
+    query = "select step, count(response), sum(length(prompt)) > 0 from samples where split = 'train' group by all"
+    answer = query_runs([run_dir], query)
+    assert answer.rows == [(1, 16, True)]
+    assert answer.damage == (f"{file} is damaged: its samples are missing here",)
+    for word in ("nonsense", "\udcff"):
+        with pytest.raises(UserError, match="nonsense|udcff"):
+            query_runs([run_dir], f"select {word} from samples")
+
+
 def test_the_view_of_samples_has_the_columns_of_the_files_and_their_types(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", num_steps=2)
     found = dict(rows(run_dir, "select column_name, column_type from (describe samples)"))
@@ -100,6 +131,40 @@ def test_groups_and_versions_come_from_the_ledger(tmp_path: Path) -> None:
     ]
     assert rows(run_dir, "select reason from groups where group_id = 3")[0][0] == "\x1b]0;owned\x07\u202egnp\nnext"
     assert rows(run_dir, "select step, weights from versions order by 1") == [(1, 1), (2, 2)]
+    with (run_dir / "ledger.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "version", "restart": 0, "t": "x", "step": 2**70, "weights": [1]}) + "\n")
+    assert rows(run_dir, "select * from versions where step is null") == [("run", None, None, None, 0)]
+    with (run_dir / "ledger.jsonl").open("ab") as file:
+        file.write(b"x" * 9_000_000)
+    for view in ("groups", "versions"):
+        with pytest.raises(UserError, match="ledger.jsonl' cannot be read: it has a line of more than"):
+            rows(run_dir, f"select * from {view}")
+
+
+def test_only_the_files_of_the_views_that_a_query_reads_are_read(tmp_path: Path) -> None:
+    """Also where a view has the name of a column."""
+    run_dir = write_run(tmp_path / "run", num_steps=2)
+    (run_dir / "ledger.jsonl").mkdir()
+    (run_dir / "events.jsonl").unlink()
+    (run_dir / "metrics.jsonl").unlink()
+    (run_dir / "metrics.jsonl").mkdir()
+    (run_dir / "config.yaml").write_text("a: 1")
+    assert rows(run_dir, "select value as versions, key as metrics from CONFIG as groups") == [("1", "a")]
+
+
+def test_reading_many_files_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = write_ledger_run(tmp_path / "run")
+    for view in ("metrics", "samples", "groups", "versions"):
+        with pytest.raises(UserError, match="the files take too long to read: name fewer runs"):
+            query_runs([run_dir], f"select count(*) from {view}", max_s=-1.0)
+
+
+def test_a_word_asks_a_question_and_the_help_lists_all_of_them(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    counts = {word: len(rows(run_dir, word)) for word in QUESTIONS}
+    assert counts["reward"] == counts["samples"] == counts["weights"] == 12
+    assert counts["moved"] > 3 and counts["time"] > 0
+    assert all(f"\n          {word} " in COMMANDS["sql"].more for word in QUESTIONS)
 
 
 def test_tokens_of_saved_groups_without_a_torn_file(tmp_path: Path) -> None:

@@ -149,9 +149,10 @@ class Run:
 
     def findings(self) -> Table:
         """A row for each problem that the doctor finds, with `rule`, `level`, `first`, `last`, `text`, `action`, ..."""
-        from distflow.observe.report.doctor import examine, records_of
+        from distflow.observe.report.doctor import examine
+        from distflow.observe.report.run_rules import RunRecords
 
-        return Table(found._asdict() for found in examine(records_of(self.folder)).problems())
+        return Table(found._asdict() for found in examine(RunRecords(self.folder)).problems())
 
     def sql(self, query: str) -> Table:
         """The rows of one SELECT over the views of `distflow sql`, e.g. "select * from spans". Raises UserError as that
@@ -165,16 +166,16 @@ class Run:
         """A row for each headline metric and other run: `metric`, `run`, the means `a` of this run and `b` of the other
         over their last 50 common steps, `difference` with its 95 % interval from `low` to `high`, and whether it
         `differs` by more than noise (None with fewer than 12 steps)."""
-        from distflow.observe.report.doctor import records_of
         from distflow.observe.report.metric_differences import compared_metrics
+        from distflow.observe.report.run_rules import RunRecords
 
         shown = headline_names()
         runs = [other if isinstance(other, Run) else Run(other) for other in others]
-        own = records_of(self.folder)
+        own = RunRecords(self.folder).steps
         return Table(
             {"metric": found["metric"], "run": run.folder.name, **found}
             for run in runs
-            for found in compared_metrics([own], [records_of(run.folder)])
+            for found in compared_metrics([own], [RunRecords(run.folder).steps])
             if found["metric"] in shown
         )
 

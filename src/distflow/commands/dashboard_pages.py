@@ -20,7 +20,7 @@ from distflow.commands import export_replay_report_why as why
 from distflow.commands import sql_show_and_diff as show
 from distflow.commands.samples_index import MAX_PICTURE_BYTES, SamplesIndex
 from distflow.errors import UserError
-from distflow.launch.query_runs import VIEWS, query_runs, saved_tokens, token_texts
+from distflow.launch.query_runs import QUESTIONS, VIEWS, query_runs, saved_tokens, token_texts
 from distflow.observe.crash_safe_files import read_object, read_records, to_number
 from distflow.observe.metrics import flatten, headline_names
 from distflow.observe.report import chart_data, doctor, samples
@@ -135,7 +135,7 @@ class Dashboard:
         if of_run == "one" and len(runs) != 1 or of_run and not runs:
             raise UserError("This page shows a run: choose one on the page Runs, at /.")
         one = _state(self._opened(runs[0]), {}) if len(runs) == 1 else {}
-        return {**one, "runs": list(names) if of_run else [], "views": VIEWS}
+        return {**one, "runs": list(names) if of_run else [], "views": VIEWS, "questions": QUESTIONS}
 
     def answer(self, part: str, names: Sequence[str], query: Mapping[str, str]) -> dict[str, Any]:
         """A part of a page. Raises UserError with what the reader can do."""
@@ -259,7 +259,7 @@ def _invoice_columns(path: Path) -> dict[str, Any]:
         for name, metric in _HEADLINES.items():
             if values := known_values(pages.steps, metric):
                 found["best"][name] = min(values) if name == "loss" else max(values)
-        seconds = {kind: sum(causes.values()) for kind, causes in shares(pages.for_rules.charges).items()}
+        seconds = {kind: sum(causes.values()) for kind, causes in shares(pages.charges).items()}
         found["idle"] = seconds["idle"] / total if (total := sum(seconds.values())) else None
     return found
 
@@ -405,9 +405,7 @@ def _what_if(run: OpenRun, query: Query) -> dict[str, Any]:
 
 def _trust(run: OpenRun, query: Query) -> dict[str, Any]:
     pages = run.pages()
-    running = writer_of(run.run_dir) is not None
-    extra = (doctor.failed_run(pages.for_rules), doctor.unfinished(pages.for_rules, running))
-    found = [*filter(None, extra), *pages.examination.problems()]
+    found = doctor.problems(pages, pages.examination, writer_of(run.run_dir) is not None)
     audits = [{"of": "", **{str(key): _listed(value) for key, value in each.items()}} for each in audited(pages.events)]
     return {
         "findings": [each._asdict() for each in found],
@@ -429,7 +427,7 @@ def _compare(runs: Mapping[str, OpenRun], query: Query) -> dict[str, Any]:
     if len(names) < 2:
         raise UserError("Choose two to eight runs on the page Runs, at /.")
     other = query.get("against") if query.get("against") in names[1:] else names[1]
-    found = show.differences(*([runs[name].pages().for_rules] for name in (names[0], str(other))))
+    found = show.differences(*([runs[name].pages()] for name in (names[0], str(other))))
     shown = headline_names()
     metrics = [each for each in found["metrics"] if each["metric"] in shown]
     return {**found, "metrics": metrics, "runs": names, "pair": [names[0], other], "curves": _overlaid(runs)}

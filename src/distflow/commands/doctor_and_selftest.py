@@ -90,12 +90,12 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 def _examine(run_dir: Path, as_json: bool, trusted: bool) -> int:
     from distflow.observe.report import doctor
+    from distflow.observe.report.run_rules import RunRecords
 
-    ports, run = _of_run(str(run_dir)), doctor.records_of(run_dir)
+    ports, run = _of_run(str(run_dir)), RunRecords(run_dir)
     own = _own_rules(run.config, trusted)
     examined = doctor.examine(run)
-    extra = (doctor.failed_run(run), doctor.unfinished(run, writer_of(run_dir) is not None))
-    problems = [*filter(None, extra), *examined.problems()]
+    problems = doctor.problems(run, examined, writer_of(run_dir) is not None)
     numbers = Counter(found.level for found in problems)
     if as_json:
         listed = [found._asdict() for found in problems]

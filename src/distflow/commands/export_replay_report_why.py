@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distflow.commands.arguments_and_run_folders import LEDGER, add_run_argument, add_trust_argument, at_least, find_run
+from distflow.commands.sql_show_and_diff import aligned, as_json
 from distflow.errors import UserError, count_of
 from distflow.observe.crash_safe_files import to_number
 from distflow.observe.sanitized_output import escape_control
 
 if TYPE_CHECKING:
+    from distflow.commands.step_lineage import StepLineage
     from distflow.observe.crash_safe_files import JSON
-    from distflow.scheduling.lineage import Attempt, GroupLineage, StepLineage
+    from distflow.observe.run_reader import Attempt, Group
 
     Responses = Sequence[Mapping[str, JSON]]
 
@@ -107,15 +109,15 @@ class StepContent(NamedTuple):
 
 def step_content(run_dir: Path, step: int) -> StepContent:
     """Raises UserError if the ledger has no such step."""
+    from distflow.commands.step_lineage import step_lineage
     from distflow.observe.report.doctor import read_charges
     from distflow.observe.report.invoice import invoice_json, invoice_lines, price_of
-    from distflow.observe.run_reader import read_config, samples_and_damage
+    from distflow.observe.run_reader import read_config, read_samples
     from distflow.observe.sample_files import SAMPLES, sample_file_name
-    from distflow.scheduling.lineage import step_lineage
 
     lineage = step_lineage(run_dir / LEDGER, step)
-    rows, damage = samples_and_damage(run_dir, step, max_bytes=_MAX_SAMPLE_BYTES)
-    responses = _by_group(rows)
+    damage: list[str] = []
+    responses = _by_group(read_samples(run_dir, step, max_bytes=_MAX_SAMPLE_BYTES, damage=damage))
     price = price_of(read_config(run_dir))
     try:
         found = read_charges(run_dir, step)
@@ -128,16 +130,14 @@ def step_content(run_dir: Path, step: int) -> StepContent:
         name = f"{SAMPLES}/{sample_file_name(step, 'train')}"
         head.append(f"scores and reward parts are missing: {name} is missing, empty or rolled back")
     head += [_short(each, limit=400) for each in damage]
-    groups = [_group_row(group, lineage, responses) for group in lineage.groups]
+    groups = [_group_row(group, lineage, responses.get(group.group_id, ())) for group in lineage.groups]
     reasons = Counter(_short(group.reason or "") for group in lineage.dropped)
     note = f"dropped meanwhile: {', '.join(f'{count} {reason}' for reason, count in reasons.most_common()) or 'none'}"
-    dropped = list(map(_dropped_row, lineage.dropped))
+    dropped = [_group_row(group, lineage, ()) for group in lineage.dropped]
     return StepContent(lineage, responses, invoice_json(found, price), head, slowest, groups, note, dropped, damage)
 
 
 def run_why(arguments: argparse.Namespace) -> int:
-    from distflow.commands.sql_show_and_diff import as_json
-
     content = step_content(find_run(arguments.run_dir), arguments.step)
     lineage, responses = content.lineage, content.responses
     if arguments.json:
@@ -194,54 +194,35 @@ def _outcome(lineage: "StepLineage") -> str:
     return f"no weights were sent: version {lineage.step} has the weights of step {lineage.weights}"
 
 
-def _group_row(group: "GroupLineage", lineage: "StepLineage", responses: Mapping[int, "Responses"]) -> dict[str, str]:
-    own = responses.get(group.group_id, ())
+def _group_row(group: "Group", lineage: "StepLineage", own: "Responses") -> dict[str, str]:
+    """own: its responses. The row is unknown if it began in another run's folder."""
     scored = [response for response in own if not response.get("errors")]
-    num_failed = len(own) - len(scored)
-    stale = lineage.step - 1 - group.version if group.version is not None else None
-    return {
-        **_where(group),
-        "state": "" if group.state == "trained" else group.state,
-        "version": "" if group.version is None else str(group.version),
-        "stale": "" if stale is None or lineage.consumed_at is None else str(stale),
-        **_who(group),
-        "tokens": f"{group.tokens:,}" if group.tokens is not None else "",
-        "samples": str(len(own)) if own else "",
-        "reward errors": str(num_failed) if num_failed else "",
+    last, is_dropped = group.attempts[-1] if group.attempts else None, group.state == "dropped"
+    version = last and last.version if is_dropped else group.version
+    is_late = version is not None and lineage.consumed_at is not None and not is_dropped
+    shown = {
+        "group": group.group_id,
+        "domain": group.domain and _short(group.domain),
+        **{name: "?" if place is None else place for name, place in (("epoch", group.epoch), ("row", group.row))},
+        "state": None if group.state in ("trained", "dropped") else group.state,
+        "version": version,
+        "stale": lineage.step - 1 - (version or 0) if is_late else None,
+        "worker": last and last.worker and _short(last.worker),
+        "attempts": len(group.attempts) if len(group.attempts) > 1 else None,
+        "tokens": None if group.tokens is None or is_dropped else f"{group.tokens:,}",
+        "samples": len(own) or None,
+        "reward errors": len(own) - len(scored) or None,
         "score": _mean(response.get("score") for response in scored),
         "reward parts": _reward_parts(scored),
+        "reason": _short(group.reason or ""),
     }
+    return {name: "" if value is None else str(value) for name, value in shown.items()}
 
 
-def _json_row(group: "GroupLineage", responses: Mapping[int, "Responses"]) -> dict[str, object]:
+def _json_row(group: "Group", responses: Mapping[int, "Responses"]) -> dict[str, object]:
     fields = ("group_id", "state", "domain", "epoch", "row", "version", "tokens", "reason")
     scores = [to_number(response.get("score")) for response in responses.get(group.group_id, ())]
     return {**{name: getattr(group, name) for name in fields}, "scores": scores}
-
-
-def _dropped_row(group: "GroupLineage") -> dict[str, str]:
-    return {
-        **_where(group),
-        "version": str(group.attempts[-1].version) if group.attempts else "",
-        **_who(group),
-        "reason": _short(group.reason or ""),
-    }
-
-
-def _where(group: "GroupLineage") -> dict[str, str]:
-    """The row, which is unknown if the group began in another run's folder."""
-    places = {"epoch": group.epoch, "row": group.row}
-    domain = {"domain": _short(group.domain)} if group.domain else {}
-    return {"group": str(group.group_id), **domain, **{n: "?" if at is None else str(at) for n, at in places.items()}}
-
-
-def _who(group: "GroupLineage") -> dict[str, str]:
-    """Worker of the last attempt, and its number unless it was the first."""
-    last = group.attempts[-1] if group.attempts else None
-    return {
-        "worker": _short(last.worker) if last and last.worker else "",
-        "attempts": str(len(group.attempts)) if len(group.attempts) > 1 else "",
-    }
 
 
 def _reward_parts(scored: "Responses") -> str:
@@ -256,13 +237,13 @@ def _mean(values: Iterable[object]) -> str:
     return f"{sum(numbers) / len(numbers):.3f}" if numbers else ""
 
 
-def _restarts(groups: Sequence["GroupLineage"]) -> list[str]:
+def _restarts(groups: Sequence["Group"]) -> list[str]:
     tried = [group for group in groups if len(group.attempts) > 1]
     lines = ["", "started more than once"] if tried else []
     return lines + [f"  group {group.group_id}: {', then '.join(map(_start, group.attempts))}" for group in tried]
 
 
-def _shown(groups: Sequence["GroupLineage"], responses: Mapping[int, "Responses"]) -> "Responses":
+def _shown(groups: Sequence["Group"], responses: Mapping[int, "Responses"]) -> "Responses":
     """A response of each group: one with a reward error, else the first wrong one."""
     from distflow.observe.run_reader import failure, is_right
 
@@ -322,11 +303,8 @@ def _table(title: str, rows: Sequence[Mapping[str, str]]) -> list[str]:
     if not rows:
         return ["", title]
     names = [name for name in rows[0] if any(row[name] for row in rows)]
-    widths = [max(len(name), *(len(row[name]) for row in rows)) for name in names]
-    lines = ["", title]
-    for *numbers, text in (names, *([row[name] for name in names] for row in rows)):
-        lines.append("  " + "  ".join([*map(str.rjust, numbers, widths), text]))
-    return lines
+    cells = [names, *([row[name] for name in names] for row in rows)]
+    return ["", title, *(f"  {line}" for line in aligned(cells, set(range(len(names) - 1))))]
 
 
 def _moment(seconds: float) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distflow.errors import UserError
-from distflow.launch.query_runs import MAX_ROWS, query_runs
+from distflow.launch.query_runs import MAX_ROWS, plain, query_runs
 from distflow.observe.crash_safe_files import JSON, encode, parse_object
 from distflow.observe.report.samples import SampleGroup, add_pictures, sample_groups
 from distflow.observe.run_reader import RIGHT, Timeline, read_samples, read_timeline, sample_files
@@ -45,17 +45,8 @@ _WHICH = {
 }
 """As `WHICH` of samples.js."""
 
-_SORTS = {
-    "mean": "mean",
-    "responses": "n",
-    "length": "tokens",
-    "step": "step",
-    "split": "split",
-    "domain": "domain",
-} | {
-    "prompt": "prompt",
-    "response": "response",
-}
+_SORTS = {name: name for name in ("mean", "step", "split", "domain", "prompt", "response")}
+_SORTS |= {"responses": "n", "length": "tokens"}
 _KINDS = {
     **dict.fromkeys(("id", "step", "first", "n", "scored"), "BIGINT"),
     **dict.fromkeys(("split", "name", "domain", "prompt", "response", "scores"), "VARCHAR"),
@@ -228,7 +219,7 @@ def _conditions(query: Mapping[str, str]) -> tuple[list[str], list[object]]:
         ("mean >= ?", _number(query["low"]) if query.get("low") else None),
         ("mean <= ?", _number(query["high"]) if query.get("high") else None),
     ]
-    given = [(condition, _plain(value)) for condition, value in asked if value is not None]
+    given = [(condition, plain(value)) for condition, value in asked if value is not None]
     which = _WHICH.get(query.get("which", ""), "true")
     return [which, *(condition for condition, _ in given)], [value for _, value in given]
 
@@ -241,11 +232,6 @@ def _number(text: str) -> float:
     if not math.isfinite(value):
         raise UserError(f"'{text[:50]}' is not a number")
     return value
-
-
-def _plain(value: object) -> Any:
-    """A text that UTF-8 can hold."""
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 def _row(group: SampleGroup, number: int, place: int) -> dict[str, Any]:
@@ -273,7 +259,7 @@ def _row(group: SampleGroup, number: int, place: int) -> dict[str, Any]:
         "has_masked": any(_is_number(m := response.get("masked")) and m > 0 for response in responses),
         "has_dropped": any(response.get("dropped") for response in responses),
     }
-    return {name: _plain(value) for name, value in row.items()}
+    return {name: plain(value) for name, value in row.items()}
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -21,6 +21,7 @@ from distflow.observe.metrics import headline_names
 from distflow.observe.report.metric_differences import LAST
 from distflow.observe.report.summary_sentences import PROBLEM_KINDS, status
 from distflow.observe.run_reader import (
+    GROUP_COLUMNS,
     PRESET,
     Event,
     Group,
@@ -28,7 +29,7 @@ from distflow.observe.run_reader import (
     MetricsRecord,
     config_sources,
     flat_config,
-    fold_groups,
+    groups_of,
     in_short,
     read_events,
     read_samples,
@@ -39,6 +40,7 @@ from distflow.observe.run_reader import (
 from distflow.observe.sample_files import DROPPED
 from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import writer_of
+from distflow.scheduling.ledger import surviving_records
 from distflow.untrusted_files import check_file
 
 if TYPE_CHECKING:
@@ -50,7 +52,9 @@ _MAX_CELL, _MAX_SHOWN = 60, 40
 
 def add_sql_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dirs", nargs="+", metavar="RUN", help="one or several runs' folders")
-    parser.add_argument("query", metavar="SELECT", help='one statement, such as "select * from metrics limit 5"')
+    parser.add_argument(
+        "query", metavar="SELECT", help='a statement, such as "select * from metrics limit 5", or a word'
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON list of objects, whole texts included")
     form.add_argument("--csv", action="store_true", help="print CSV, whole texts included")
@@ -92,12 +96,12 @@ def _as_table(answer: "Answer") -> list[str]:
     """The first rows, with long texts cut."""
     cells = [[_cell(value) for value in row] for row in answer.rows[:_MAX_SHOWN]]
     kinds = [all(isinstance(row[i], int | float | None) for row in answer.rows) for i in range(len(answer.columns))]
-    lines = _aligned([[_cell(name) for name in answer.columns], *cells], {i for i, right in enumerate(kinds) if right})
+    lines = aligned([[_cell(name) for name in answer.columns], *cells], {i for i, right in enumerate(kinds) if right})
     left = len(answer.rows) - len(cells)
     return [*lines, *([f"and {left:,} more rows: --json or --csv prints all"] if left else [])]
 
 
-def _aligned(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
     """right: the columns of numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = (
@@ -130,17 +134,28 @@ class FoundSample(NamedTuple):
 
 
 def find_sample(run_dir: Path, uid: str, step: int | None) -> FoundSample:
-    """step: None if it is not known. Raises UserError if there is no such sample."""
-    group = _ledger_groups(run_dir).get(uid.partition("-")[0])
-    found, split, rows = _find_samples(run_dir, uid, step, group.step if group else None)
-    return FoundSample(found, split, next(row for row in rows if row.get("uid") == uid), group, rows)
+    """step: the only one to look at; None if it is not known. Raises UserError if there is no such sample."""
+    name, known = uid.partition("-")[0], read_timeline(run_dir)
+    group = groups_of(surviving_records(run_dir / LEDGER)).get(int(name) if name.isdecimal() and len(name) < 19 else -1)
+    for split in (*sample_splits(run_dir), DROPPED):
+        steps = sorted(sample_steps(run_dir, split), reverse=True)
+        wanted = step if step is not None else group.step if group and split == "train" else None
+        for found in steps if wanted is None else [wanted] * (wanted in steps):
+            all_rows = read_samples(run_dir, found, split, known, None)
+            rows = [row for row in all_rows if str(row.get("uid")).partition("-")[0] == name]
+            if (row := next((row for row in rows if row.get("uid") == uid), None)) is not None:
+                return FoundSample(found, split, row, group, rows)
+    where = "" if step is None else f" in step {step}"
+    raise UserError(
+        f"{run_dir} has no sample {uid}{where}: `distflow why RUN STEP` lists groups, and samples/ has the files"
+    )
 
 
 def run_show(arguments: argparse.Namespace) -> int:
     run_dir = find_run(arguments.run_dir)
     step, split, row, group, rows = find_sample(run_dir, str(arguments.uid), arguments.step)
     if arguments.json:
-        known = None if group is None else group._asdict()
+        known = None if group is None else dict(zip(GROUP_COLUMNS, group.values(), strict=True))
         print(as_json({"run": str(run_dir), "step": step, "split": split, "sample": row, "group": known}))
         return 0
     lines = [f"sample {arguments.uid} of {run_dir}: step {step}, {split}", *_facts_of(row, group, rows)]
@@ -150,42 +165,12 @@ def run_show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _ledger_groups(run_dir: Path) -> dict[str, Group]:
-    from distflow.scheduling.ledger import timeline
-
-    path = run_dir / LEDGER
-    records = (record for _, record in timeline(path)) if path.is_file() else ()
-    return {str(group.group_id): group for group in fold_groups(records)}
-
-
-def _find_samples(
-    run_dir: Path, uid: str, asked: int | None, trained_in: int | None
-) -> tuple[int, str, list[dict[str, JSON]]]:
-    """The step and split of a sample, and the samples of its group there. asked: the only step to look at. trained_in:
-    the step that trained its group, by the ledger. Raises UserError if there is none."""
-    known = read_timeline(run_dir)
-    for split in (*sample_splits(run_dir), DROPPED):
-        steps = [trained_in] if trained_in and split == "train" else [*reversed(sample_steps(run_dir, split))]
-        for step in steps if asked is None else [each for each in sample_steps(run_dir, split) if each == asked]:
-            rows = read_samples(run_dir, step, split, known, None)
-            if any(row.get("uid") == uid for row in rows):
-                return step, split, [row for row in rows if _group_of(row) == uid.partition("-")[0]]
-    where = "" if asked is None else f" in step {asked}"
-    raise UserError(
-        f"{run_dir} has no sample {uid}{where}: `distflow why RUN STEP` lists groups, and samples/ has the files"
-    )
-
-
-def _group_of(row: Mapping[str, JSON]) -> str:
-    return str(row.get("uid")).partition("-")[0]
-
-
 def _facts_of(row: Mapping[str, JSON], group: Group | None, rows: Sequence[Mapping[str, JSON]]) -> list[str]:
     versions = [v for v in found if isinstance(v, int)] if isinstance(found := row.get("versions"), list) else []
     lines = []
     if group is not None:
         started = "" if group.started is None else time.strftime(", started %H:%M:%S", time.localtime(group.started))
-        tried = f", {count_of(group.attempts, 'attempt')}" if group.attempts > 1 else ""
+        tried = f", {count_of(len(group.attempts), 'attempt')}" if len(group.attempts) > 1 else ""
         reason = f" ({group.reason})" if group.reason else ""
         lines.append(f"group     row {group.row} of epoch {group.epoch}{started}{tried}, {group.state}{reason}")
     lengths = f"prompt {row.get('prompt_length')}, response {row.get('response_length')}, {row.get('finish_reason')}"
@@ -212,9 +197,9 @@ def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
-    from distflow.observe.report.doctor import records_of
+    from distflow.observe.report.run_rules import RunRecords
 
-    a, b = ([records_of(run) for run in _seeds(name)] for name in (arguments.first, arguments.second))
+    a, b = ([*map(RunRecords, _seeds(name))] for name in (arguments.first, arguments.second))
     content = differences(a, b)
     if arguments.json:
         print(as_json(content))
@@ -251,7 +236,7 @@ def differences(a: "Sequence[RunRecords]", b: "Sequence[RunRecords]") -> dict[st
         "same": same,
         "different": [name for name, (first, second) in own.items() if first != second],
         "first_difference": _first_difference(a[0], b[0]),
-        "metrics": compared_metrics(a, b),
+        "metrics": compared_metrics([run.steps for run in a], [run.steps for run in b]),
         "findings": {"only_a": sorted(rules[0] - rules[1]), "only_b": sorted(rules[1] - rules[0])},
     }
 
@@ -285,8 +270,8 @@ def _config_changes(
 def _first_difference(a: "RunRecords", b: "RunRecords") -> str:
     """The first group with another row; if there is none, the first sample with another response, and the first
     tensor."""
-    groups = [_ledger_groups(run.run_dir) for run in (a, b)]
-    for group_id in sorted({*groups[0]} & {*groups[1]}, key=int):
+    groups = [groups_of(surviving_records(run.run_dir / LEDGER)) for run in (a, b)]
+    for group_id in sorted({*groups[0]} & {*groups[1]}):
         first, second = (each[group_id] for each in groups)
         if (first.epoch, first.row) != (second.epoch, second.row):
             return f"group {group_id} holds row {first.row} in A, {second.row} in B"
@@ -357,7 +342,7 @@ def _diff_lines(a: "Sequence[RunRecords]", b: "Sequence[RunRecords]", content: M
         interval = "" if found["low"] is None else f"{found['low']:+.4g} .. {found['high']:+.4g}"
         numbers = [f"{found[name]:.4g}" for name in ("a", "b")]
         rows.append([found["metric"], *numbers, f"{found['difference']:+.4g}", interval, words[found["differs"]]])
-    lines += _aligned(rows, set(range(1, 5)))
+    lines += aligned(rows, set(range(1, 5)))
     how = f"One run each, their last {LAST} common values: by block bootstrap. Other seeds may differ by more."
     if not is_pair:
         numbers = [count_of(number, "run") for number in content["num_runs"]]

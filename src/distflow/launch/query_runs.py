@@ -5,25 +5,30 @@ anything else. Samples are the largest: DuckDB reads their files itself, behind 
 cannot be patterns. Everything else comes from the readers that the report uses.
 """
 
+import math
 import re
 import tempfile
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from distflow.errors import UserError
 from distflow.observe import run_reader
-from distflow.observe.crash_safe_files import bytes_left_out, read_object
-from distflow.observe.report.doctor import examine, read_charges, records_of
+from distflow.observe.crash_safe_files import bytes_left_out, read_object, to_number
+from distflow.observe.report.doctor import examine, read_charges
+from distflow.observe.report.run_rules import RunRecords
 from distflow.observe.report.summary_sentences import PROBLEM_KINDS
-from distflow.observe.sample_files import COLUMNS, is_torn, write_sample_file
+from distflow.observe.sample_files import COLUMNS, is_damaged, is_torn, write_sample_file
+from distflow.scheduling.ledger import surviving_records
 
 if TYPE_CHECKING:
     import duckdb
@@ -32,15 +37,23 @@ if TYPE_CHECKING:
     from distflow.data.batch import Batch
 
 Row = tuple[object, ...]
+T = TypeVar("T")
 
 MAX_ROWS, MAX_S = 10_000, 5.0
+_READ_TIMES = 2.0
+"""How often the time of a query its files may take to be read."""
+
+_read_until = ContextVar("_read_until", default=math.inf)
 _MAX_MEMORY = "700MB"
+LEDGER = "ledger.jsonl"
 _TOKENS_FILE = re.compile(r"(\d{6,18})(?:\.\d+)?\.safetensors")
 _TOKEN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "versions")
 
+_KINDS = {"text": "VARCHAR", "number": "DOUBLE", "whole": "BIGINT", "json": "JSON"}
+
 VIEWS: dict[str, str] = {
     "metrics": "run VARCHAR, step BIGINT, kind VARCHAR, key VARCHAR, value DOUBLE, t DOUBLE, restart BIGINT",
-    "samples": "",
+    "samples": f"run VARCHAR, {', '.join(f'{name} {_KINDS[kind]}' for name, (kind, _) in COLUMNS.items())}",
     "tokens": "run VARCHAR, step BIGINT, uid VARCHAR, position BIGINT, token BIGINT, is_trained BOOLEAN, "
     + ", ".join(f"{name.removesuffix('s')} DOUBLE" for name in _TOKEN_COLUMNS)
     + ", text VARCHAR, owner VARCHAR",
@@ -55,10 +68,53 @@ VIEWS: dict[str, str] = {
     "action VARCHAR",
     "config": "run VARCHAR, key VARCHAR, value VARCHAR, source VARCHAR",
 }
-"""The views and their columns; those of `samples` are the run and those of its files."""
+"""The views and their columns."""
 
-_SAMPLES = """create view samples as select f.run, f.step, f.split, {columns}
-    from read_parquet('{folder}/*.parquet', union_by_name=true, filename=true) r
+QUESTIONS: dict[str, tuple[str, str]] = {
+    "reward": (
+        "the reward",
+        "select step, run, value as reward from metrics where kind = 'train' and key = 'reward/mean_score' order by 1",
+    ),
+    "slow": (
+        "which sample made the slowest step slow?",
+        """select s.run, s.step, s.uid, s.response_length, s.finish_reason,
+  round(g.completed - g.started, 2) as seconds, g.attempts, s.domain
+from groups g join samples s on s.run = g.run and s.group_id = g.group_id and s.step = g.step and s.split = 'train'
+where (g.run, g.step) in (select (run, arg_max(step, value)) from metrics where key = 'timing_s/step' group by run)
+order by s.run, g.completed desc, s.response_length desc limit 50""",
+    ),
+    "samples": (
+        "why did the reward fall? by step",
+        """select step, run, avg(score) as score, stddev(score) as spread,
+  avg((finish_reason = 'length')::int) as truncated, avg((score is null)::int) as failed,
+  avg(response_length) / max(max(response_length)) over () as length
+from samples where split = 'train' group by all order by all""",
+    ),
+    "moved": (
+        "why did the reward fall? what moved with it",
+        """select m.run, m.key, round(corr(m.value, r.value), 3) as correlation from metrics m
+join metrics r on r.run = m.run and r.step = m.step and r.kind = 'train' and r.key = 'reward/mean_score'
+where m.kind = 'train' and isfinite(m.value) and isfinite(r.value) and m.key <> r.key group by all
+having count(*) > 5 and isfinite(correlation) order by abs(correlation) desc limit 40""",
+    ),
+    "time": (
+        "where does the time go?",
+        """select run, kind, cause, round(sum(seconds), 1) as seconds,
+  round(100 * sum(seconds) / sum(sum(seconds)) over (partition by run), 1) as percent
+from invoice group by run, kind, cause order by seconds desc limit 40""",
+    ),
+    "weights": (
+        "is the rollout on the new weights?",
+        """select step, run, min(version) as oldest, max(version) as newest, step - 1 - min(version) as most_stale,
+  count(*) as samples
+from (select step, run, unnest(from_json(versions, '["BIGINT"]')) as version from samples where split = 'train')
+group by step, run order by step, run""",
+    ),
+}
+"""What is asked most often, by a word that may stand in place of a SELECT."""
+
+_SAMPLES = """create or replace view samples as select f.run, f.step, f.split, {columns}
+    from read_parquet('{folder}/*.parquet', union_by_name={by_name}, filename=true) r
     join files f on f.file = parse_filename(r.filename, true)
     where coalesce(try_cast(r.restart as bigint), 0) >= f.least_restart"""
 
@@ -77,11 +133,13 @@ class Answer:
 
 
 def query_runs(run_dirs: Sequence[Path], query: str, max_rows: int = MAX_ROWS, max_s: float = MAX_S) -> Answer:
-    """The rows of one SELECT over the views of `VIEWS`; each has a column `run`. max_s: of the query itself, without
-    reading the files that are not large.
+    """The rows of one SELECT over the views of `VIEWS`, or of one of `QUESTIONS` by its word; each view has a column
+    `run`. max_s: of the query itself; reading the files may take twice as long.
 
     Raises UserError without DuckDB, for another statement, a wrong one, or one that takes too long.
     """
+    _read_until.set(time.monotonic() + _READ_TIMES * max_s)
+    _, query = QUESTIONS.get(query.strip(), ("", plain(query)))
     try:
         import duckdb
     except ImportError as error:
@@ -90,17 +148,41 @@ def query_runs(run_dirs: Sequence[Path], query: str, max_rows: int = MAX_ROWS, m
         try:
             _check_statement(connection, query)
             connection.execute(f"set memory_limit='{_MAX_MEMORY}'")
-            named = [name for name in VIEWS if re.search(rf"\b{name}\b", query, re.IGNORECASE)]
-            damage = [s for name in named for s in _add_view(connection, name, _named(run_dirs), Path(folder), max_s)]
+            named = _views_of(query)
+            damage = [s for name in named for s in _add_view(connection, name, _named(run_dirs), Path(folder))]
             _allow(connection, Path(folder))
             for setting in ("temp_directory=''", "enable_external_access=false"):
                 connection.execute(f"set {setting}")
             connection.execute("set lock_configuration=true")
-            return replace(_ask(connection, query, max_rows, max_s), damage=tuple(damage))
+            mistakes = (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException)
+            try:
+                found = _ask(connection, query, max_rows, max_s)
+            except duckdb.Error as error:
+                if "samples" not in named or isinstance(error, (*mistakes, duckdb.InterruptException)):
+                    raise
+                damage += _remove_damaged(Path(folder), max_s)
+                with _limited(connection, max_s):
+                    connection.execute(_view_of_samples(Path(folder), by_name=True))
+                found = _ask(connection, query, max_rows, max_s)
+            return replace(found, damage=tuple(damage))
         except duckdb.InterruptException as error:
             raise UserError(f"the query took more than {max_s:g} s: narrow it, or allow more with --seconds") from error
         except duckdb.Error as error:
             raise UserError(f"the query cannot be answered: {error}") from error
+
+
+def _views_of(query: str) -> list[str]:
+    """The views that it reads."""
+    import duckdb
+
+    with duckdb.connect(":memory:", config={"enable_external_access": "false"}) as connection:
+        for name, columns in VIEWS.items():
+            connection.execute(f"create table {name} ({columns})")
+        try:
+            named = {name.lower() for name in connection.get_table_names(query)}
+        except duckdb.InvalidInputException:  # a PIVOT is several statements
+            named = {*re.findall(r"\w+", query.lower())}
+    return [name for name in VIEWS if name in named]
 
 
 def _check_statement(connection: "duckdb.DuckDBPyConnection", query: str) -> None:
@@ -143,18 +225,26 @@ def _named(run_dirs: Sequence[Path]) -> dict[str, Path]:
     return {name if names.count(name) == 1 else str(path): path for name, path in zip(names, run_dirs, strict=True)}
 
 
-def _add_view(
-    connection: "duckdb.DuckDBPyConnection", name: str, runs: Mapping[str, Path], folder: Path, max_s: float
-) -> list[str]:
+def _add_view(connection: "duckdb.DuckDBPyConnection", name: str, runs: Mapping[str, Path], folder: Path) -> list[str]:
     """Returns a sentence for each file that is damaged or too long."""
     if name == "samples":
-        return _add_samples(connection, runs, folder, max_s)
+        return _add_samples(connection, runs, folder)
     if name == "metrics":
         _add_metrics(connection, runs)
         return []
     columns = VIEWS[name].split(", ")
-    _fill(connection, name, columns, [(run, *row) for run, path in runs.items() for row in _ROWS[name](path)])
+    _fill(connection, name, columns, ())
+    for run, path in runs.items():  # one after another, since rows in Python are large
+        _fill(connection, name, columns, [(run, *row) for row in _in_time(_ROWS[name](path))])
     return [said for path in runs.values() for said in _cut_spans(path)] if name == "spans" else []
+
+
+def _in_time(items: Iterable[T], each: int = 1000) -> Iterator[T]:
+    """The items. Raises UserError, at every `each`, if reading the files takes too long."""
+    for number, item in enumerate(items):
+        if not number % each and time.monotonic() > _read_until.get():
+            raise UserError("the files take too long to read: name fewer runs, or allow more time with --seconds")
+        yield item
 
 
 def _cut_spans(run_dir: Path) -> Iterator[str]:
@@ -166,7 +256,8 @@ def _cut_spans(run_dir: Path) -> Iterator[str]:
 
 def _fill(connection: "duckdb.DuckDBPyConnection", name: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
     connection.register("arriving", _table(columns, rows))
-    connection.execute(f"create table {name} as select * from arriving")
+    connection.execute(f"create table if not exists {name} as select * from arriving limit 0")
+    connection.execute(f"insert into {name} select * from arriving")
     connection.unregister("arriving")
 
 
@@ -178,13 +269,13 @@ def _table(columns: Sequence[str], rows: Sequence[Row]) -> "pyarrow.Table":
     values = list(zip(*rows, strict=True)) if rows else [()] * len(columns)
     texts = pyarrow.string()
     arrays = [
-        pyarrow.array(map(_plain, column) if kind == texts else column, kind)
+        pyarrow.array(map(plain, column) if kind == texts else column, kind)
         for column, (_, kind) in zip(values, schema, strict=True)
     ]
     return pyarrow.table(arrays, schema=pyarrow.schema(schema))
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> Any:
     """A text that UTF-8 can hold."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
@@ -195,13 +286,13 @@ def _add_metrics(connection: "duckdb.DuckDBPyConnection", runs: Mapping[str, Pat
 
     numbers, keys, values, sizes = dict[str, int](), array("i"), array("d"), array("q")
     records: list[Row] = []
-    for run, path in runs.items():
+    for run, path in _in_time(runs.items(), 1):
         for record in run_reader.read_metrics(path, max_bytes=None):
             keys.extend(numbers.setdefault(name, len(numbers)) for name in record.values)
             values.extend(record.values.values())
             sizes.append(len(record.values))
             records.append((run, record.step, record.kind, record.t, record.restart))
-    names = pyarrow.array(map(_plain, numbers), pyarrow.string())
+    names = pyarrow.array(map(plain, numbers), pyarrow.string())
     key = pyarrow.DictionaryArray.from_arrays(np.array(keys, np.int32), names)
     table = _table(["run VARCHAR", "step BIGINT", "kind VARCHAR", "t DOUBLE", "restart BIGINT"], records)
     table = table.take(np.repeat(np.arange(len(sizes)), sizes))
@@ -212,14 +303,12 @@ def _add_metrics(connection: "duckdb.DuckDBPyConnection", runs: Mapping[str, Pat
     connection.unregister("arriving")
 
 
-def _add_samples(
-    connection: "duckdb.DuckDBPyConnection", runs: Mapping[str, Path], folder: Path, max_s: float
-) -> list[str]:
-    """Returns a sentence for each damaged file, which is left out. max_s: to read what the files describe."""
+def _add_samples(connection: "duckdb.DuckDBPyConnection", runs: Mapping[str, Path], folder: Path) -> list[str]:
+    """Returns a sentence for each damaged file, which is left out."""
     files: list[Row] = []
     damage = []
-    write_sample_file(folder / "none.parquet", (), 0, "")  # the pattern must match a file, and a column be somewhere
-    for run, path in runs.items():
+    write_sample_file(folder / "-.parquet", (), 0, "")  # the first, so that all columns are there
+    for run, path in _in_time(runs.items(), 1):
         timeline = run_reader.read_timeline(path, None)
         for file, split, step in run_reader.sample_files(path):
             with suppress(UserError):  # it cannot be read, or leads out of the run's folder
@@ -231,11 +320,23 @@ def _add_samples(
                 files.append((str(len(files)), run, step, split, least))
     columns = ["file VARCHAR", "run VARCHAR", "step BIGINT", "split VARCHAR", "least_restart BIGINT"]
     _fill(connection, "files", columns, files)
-    kinds = {"text": "varchar", "number": "double", "whole": "bigint", "json": "json"}
-    listed = [f"try_cast(r.{name} as {kinds[kind]}) as {name}" for name, (kind, _) in COLUMNS.items()]
-    with _limited(connection, max_s):
-        connection.execute(_SAMPLES.format(folder=folder, columns=", ".join(listed[2:])))
+    connection.execute(_view_of_samples(folder, by_name=False))
     return damage
+
+
+def _view_of_samples(folder: Path, by_name: bool) -> str:
+    """by_name: files may have other columns than the first, which takes long to find out."""
+    listed = [f"try_cast(r.{name} as {_KINDS[kind]}) as {name}" for name, (kind, _) in COLUMNS.items()]
+    return _SAMPLES.format(folder=folder, columns=", ".join(listed[2:]), by_name=str(by_name).lower())
+
+
+def _remove_damaged(folder: Path, max_s: float) -> Iterator[str]:
+    """Remove the links to damaged files of samples, as far as the time allows. A sentence for each."""
+    deadline = time.monotonic() + max_s
+    for link, file in ((link, link.resolve()) for link in folder.iterdir() if link.is_symlink()):
+        if time.monotonic() < deadline and is_damaged(file, file.parent):
+            link.unlink()
+            yield f"{file} is damaged: its samples are missing here"
 
 
 def _tokens(run_dir: Path) -> Iterator[Row]:
@@ -302,27 +403,21 @@ def _spans(run_dir: Path) -> Iterator[Row]:
             yield actor, s.start, s.end, s.kind, s.what, s.step, s.group_id, s.version, s.on, s.restart
 
 
-def _ledger(run_dir: Path) -> Iterable[Mapping[str, Any]]:
-    from distflow.scheduling.ledger import timeline
-
-    path = run_dir / "ledger.jsonl"
-    return (record for _, record in timeline(path)) if path.is_file() else ()
-
-
 def _groups(run_dir: Path) -> Iterator[Row]:
-    for group in run_reader.fold_groups(_ledger(run_dir)):
-        yield tuple(group)
+    for group in run_reader.groups_of(_in_time(surviving_records(run_dir / LEDGER))).values():
+        yield group.values()
 
 
 def _versions(run_dir: Path) -> Iterator[Row]:
-    for record in _ledger(run_dir):
+    for record in _in_time(surviving_records(run_dir / LEDGER)):
         if record["kind"] == "version":
-            yield record["step"], record["weights"], record["t"], record["restart"]
+            step, weights, restart = map(run_reader.whole, map(record.get, ("step", "weights", "restart")))
+            yield step, weights, to_number(record.get("t")), restart
 
 
 def _findings(run_dir: Path) -> Iterator[Row]:
     """Of the doctor, then those that the run recorded."""
-    for found in examine(records_of(run_dir)).problems():
+    for found in examine(RunRecords(run_dir)).problems():
         yield found.rule, found.level, found.first, found.last, f"{found.text} {found.advice}", found.action
     for event in run_reader.read_events(run_dir, max_bytes=None):
         if event.kind in PROBLEM_KINDS and not event.rolled_back:

@@ -248,10 +248,18 @@ def _end(file: BinaryIO, max_bytes: int) -> tuple[bytes, int]:
     start = max(file.seek(0, os.SEEK_END) - max_bytes, 0)
     file.seek(start)
     data = file.read(max_bytes)
+    left_out = start_within_memory(data)
+    start += left_out
+    return (data[left_out:].partition(b"\n")[2] if start else data), start
+
+
+def start_within_memory(data: bytes) -> int:
+    """From where on JSON lines take little enough memory to be read."""
+    start = 0
     while count_values(data) + 20 * data.count(b"\n") > MAX_JSON_VALUES:
         half = len(data) // 2
         data, start = data[half:], start + half
-    return (data.partition(b"\n")[2] if start else data), start
+    return start
 
 
 def parse_object(text: bytes) -> dict[str, JSON] | None:

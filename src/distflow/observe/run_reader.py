@@ -26,6 +26,7 @@ from distflow.observe.crash_safe_files import (
     iter_records,
     parse_object,
     read_records,
+    start_within_memory,
     to_number,
     unreadable,
 )
@@ -129,7 +130,19 @@ def config_sources(run: Mapping[str, JSON]) -> dict[str, str]:
     return {str(change.get("key")): str(change.get("where", "")) for change in changes}
 
 
-class Group(NamedTuple):
+class Attempt(NamedTuple):
+    """A start of a group. version: of the engine's weights then. worker: None if there is only one. aborted: because
+    its step was full."""
+
+    t: float
+    version: int | None
+    restart: int | None
+    worker: str | None = None
+    aborted: bool = False
+
+
+@dataclass(slots=True)
+class Group:
     """A prompt group in the ledger. state: the last one. step: that trained on it. epoch, row: of the data. version:
     the lowest of its tokens. ended: when a step took it, or it was dropped for `reason`. None: not in the ledger."""
 
@@ -141,50 +154,84 @@ class Group(NamedTuple):
     domain: str | None = None
     version: int | None = None
     tokens: int | None = None
-    attempts: int = 0
-    worker: str | None = None
-    started: float | None = None
+    attempts: list[Attempt] = field(default_factory=list)
     completed: float | None = None
     ended: float | None = None
     reason: str | None = None
 
+    @property
+    def started(self) -> float | None:
+        return self.attempts[-1].t if self.attempts else None
 
-_STATES = {
-    **{"issued": "generating", "complete": "queued", "lost": "waiting", "aborted": "waiting"},
+    @property
+    def worker(self) -> str | None:
+        return self.attempts[-1].worker if self.attempts else None
+
+    def values(self) -> tuple[object, ...]:
+        """Those of `GROUP_COLUMNS`."""
+        data = (self.group_id, self.state, self.step, self.epoch, self.row, self.domain, self.version, self.tokens)
+        return (*data, len(self.attempts), self.worker, self.started, self.completed, self.ended, self.reason)
+
+    def apply(self, record: Mapping[str, Any]) -> None:
+        match record["kind"]:
+            case "issued":
+                self.epoch, self.row = whole(record.get("epoch")), whole(record.get("row"))
+                self.domain = None if record.get("domain") is None else str(record["domain"])
+                restart = whole(record.get("restart"))
+                self.attempts.append(Attempt(_time(record), whole(record.get("version")), restart))
+            case "assigned" if self.attempts:
+                self.attempts[-1] = self.attempts[-1]._replace(worker=str(record.get("worker")))
+            case "complete":
+                self.tokens, self.version = whole(record.get("tokens")), whole(record.get("version"))
+                self.completed = _time(record)
+            case "lost" | "aborted":
+                self.tokens = self.version = self.completed = None
+                if record["kind"] == "aborted" and self.attempts:
+                    self.attempts[-1] = self.attempts[-1]._replace(aborted=True)
+            case "consumed":
+                self.step, self.ended = whole(record.get("step")), _time(record)
+            case "dropped":
+                self.reason, self.ended = str(record.get("reason")), _time(record)
+        self.state = _STATE_AFTER[record["kind"]] or self.state
+
+
+GROUP_COLUMNS = (
+    *("group_id", "state", "step", "epoch", "row", "domain", "version", "tokens", "attempts", "worker"),
+    *("started", "completed", "ended", "reason"),
+)
+
+_STATE_AFTER = {
+    **{"issued": "generating", "assigned": "", "complete": "queued", "lost": "waiting", "aborted": "waiting"},
     **{"consumed": "trained", "dropped": "dropped"},
 }
+"""The state of a group after each kind of record."""
 
 
-def fold_groups(records: Iterable[Mapping[str, Any]]) -> list[Group]:
-    """The groups after these records of a ledger. Records that are none change nothing."""
-    found: dict[int, Group] = {}
+def groups_of(records: Iterable[Mapping[str, Any]]) -> dict[int, Group]:
+    """The groups after these records of a ledger."""
+    groups = dict[int, Group]()
     for record in records:
-        state, t = _STATES.get(str(record.get("kind")), ""), to_number(record.get("t"))
-        listed = record.get("group_ids") if "group_ids" in record else [record.get("group_id")]
-        for group_id in listed if isinstance(listed, list) else ():
-            if (number := _whole(group_id)) is None or not (state or record.get("kind") == "assigned"):
-                continue
-            found[number] = _changed(found.get(number, Group(number)), record, state, t)
-    return list(found.values())
+        fold_groups(groups, record)
+    return groups
 
 
-def _changed(group: Group, record: Mapping[str, Any], state: str, t: float | None) -> Group:
-    match record["kind"]:
-        case "issued":
-            epoch, row = _whole(record.get("epoch")), _whole(record.get("row"))
-            domain = None if record.get("domain") is None else str(record["domain"])
-            group = group._replace(epoch=epoch, row=row, domain=domain, attempts=group.attempts + 1)
-            return group._replace(state=state, started=t)
-        case "assigned":
-            return group._replace(worker=str(record.get("worker")))
-        case "complete":
-            tokens, version = _whole(record.get("tokens")), _whole(record.get("version"))
-            return group._replace(state=state, tokens=tokens, version=version, completed=t)
-        case "consumed":
-            return group._replace(state=state, step=_whole(record.get("step")), ended=t)
-        case "dropped":
-            return group._replace(state=state, reason=str(record.get("reason")), ended=t)
-    return group._replace(state=state)
+def fold_groups(groups: dict[int, Group], record: Mapping[str, Any]) -> None:
+    """Apply the next record of a ledger. One that is none changes nothing."""
+    kind = record.get("kind")
+    if kind == "inherited":  # from the run that this one resumes
+        live = record.get("live")
+        for each in live if isinstance(live, list) else ():
+            if isinstance(each, dict) and (number := whole(each.get("group_id"))) is not None:
+                domain, version = each.get("domain"), whole(each.get("version")) if each.get("complete") else None
+                state = "queued" if each.get("complete") else "waiting"
+                groups[number] = Group(number, state, domain=domain and str(domain), version=version)
+    elif isinstance(kind, str) and kind in _STATE_AFTER:
+        listed = record["group_ids"] if "group_ids" in record else (record.get("group_id"),)
+        for group_id in listed if isinstance(listed, list | tuple) else ():
+            if (number := whole(group_id)) is not None:
+                if number not in groups:
+                    groups[number] = Group(number)
+                groups[number].apply(record)
 
 
 def span_files(run_dir: Path, max_bytes: int) -> tuple[list[Path], int]:
@@ -208,11 +255,11 @@ def read_timeline(run_dir: Path, max_bytes: int | None = MAX_BYTES) -> Timeline:
     wrote the folder.
     """
     events, num_unreadable = read_records(run_dir / "events.jsonl", max_bytes, run_dir)
-    version = max((_whole(event.get("schema")) or 0 for event in events if event.get("kind") == "start"), default=0)
+    version = max((whole(event.get("schema")) or 0 for event in events if event.get("kind") == "start"), default=0)
     if version > SCHEMA_VERSION:
         raise UserError(newer(run_dir, version))
     starts = [
-        (_whole(event.get("restart")), _whole(event.get("resumed_at")))
+        (whole(event.get("restart")), whole(event.get("resumed_at")))
         for event in events
         if event.get("kind") == "start"
     ]
@@ -324,6 +371,9 @@ class GrowingMetrics:
                     self._end = max(found.st_size - MAX_BYTES, 0)
                 file.seek(self._end)
                 added = file.read(MAX_BYTES)
+                if start := start_within_memory(added):
+                    start = added.find(b"\n", start) + 1
+                    added, self._end = added[start:], self._end + start
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -366,39 +416,34 @@ def read_samples(
     split: str = "train",
     timeline: Timeline | None = None,
     max_bytes: int | None = MAX_SAMPLE_BYTES,
+    damage: list[str] | None = None,
 ) -> list[dict[str, JSON]]:
-    """The samples of a step; empty if there are none or the step was rolled back. Numbers may be NaN or infinite."""
-    return samples_and_damage(run_dir, step, split, timeline, max_bytes)[0]
+    """The samples of a step; empty if there are none or the step was rolled back. Numbers may be NaN or infinite.
 
-
-def samples_and_damage(
-    run_dir: Path,
-    step: int,
-    split: str = "train",
-    timeline: Timeline | None = None,
-    max_bytes: int | None = MAX_SAMPLE_BYTES,
-) -> tuple[list[dict[str, JSON]], list[str]]:
-    """The samples of a step, and a sentence for each file of it that is damaged or too long."""
+    damage: gets a sentence for each file of it that is damaged or too long.
+    """
     first = run_dir / SAMPLES / sample_file_name(step, split)
     parts = sorted(first.parent.glob(f"{first.stem}.*.parquet"), key=lambda path: (len(path.name), path.name))
     read = [read_sample_file(path, run_dir, max_bytes) for path in (first, *parts)]
     timeline = timeline or read_timeline(run_dir)
-    valid = [row for rows, _ in read for row in rows if timeline.survives(_whole(row["restart"]) or 0, step)]
-    return list(map(_sample, valid)), [said for _, said in read if said]
+    valid = [row for rows, _ in read for row in rows if timeline.survives(whole(row["restart"]) or 0, step)]
+    if damage is not None:
+        damage += [said for _, said in read if said]
+    return list(map(_sample, valid))
 
 
 def _first_steps(run_dir: Path, max_bytes: int | None) -> dict[int, int]:
     """The first step that each later restart trained; a validation alone rolls nothing back."""
     first: dict[int, int] = {}
     for record in filter(None, iter_records(run_dir / "metrics.jsonl", max_bytes, run_dir)):
-        restart, step = _whole(record.get("restart")), _whole(record.get("step"))
+        restart, step = whole(record.get("restart")), whole(record.get("step"))
         if restart and step is not None and record.get("kind") != "val":
             first[restart] = min(step, first.get(restart, step))
     return first
 
 
 def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
-    step, nested = _whole(record.get("step")), record.get("m")
+    step, nested = whole(record.get("step")), record.get("m")
     if step is None or not isinstance(nested, dict):
         return None
     values: Mapping[str, Any] = flatten(nested)
@@ -406,7 +451,7 @@ def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
         named = {name: to_number(value) for name, value in values.items() if len(name) <= _MAX_NAME}
         values = {name: number for name, number in named.items() if number is not None}
     return MetricsRecord(
-        step, _time(record), _whole(record.get("restart")) or 0, str(record.get("kind", "train")), values
+        step, _time(record), whole(record.get("restart")) or 0, str(record.get("kind", "train")), values
     )
 
 
@@ -422,13 +467,13 @@ def _span(record: dict[str, JSON] | None) -> Span | None:
     start, end = to_number(record.get("t0")), to_number(record.get("t1"))
     if start is None or end is None or not 0 <= start <= end <= _LATEST_TIME:
         return None
-    step, group_id, version, restart = map(_whole, map(record.get, ("step", "group_id", "version", "restart")))
+    step, group_id, version, restart = map(whole, map(record.get, ("step", "group_id", "version", "restart")))
     kind, what, on = str(record.get("kind", "")), str(record.get("what", "")), record.get("on")
     return Span(start, end, kind, what, step, group_id, version, None if on is None else str(on), restart or 0)
 
 
 def _event(record: dict[str, JSON], timeline: Timeline) -> Event:
-    restart, step = _whole(record.get("restart")) or 0, _whole(record.get("step"))
+    restart, step = whole(record.get("restart")) or 0, whole(record.get("step"))
     return Event(
         t=_time(record),
         restart=restart,
@@ -454,8 +499,9 @@ def _time(record: Mapping[str, JSON]) -> float:
     return t if 0 <= t <= _LATEST_TIME else 0.0
 
 
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MAX_WHOLE else None
+def whole(value: object) -> int | None:
+    """The whole number of a record; None if it is none, or too large."""
+    return value if type(value) is int and -_MAX_WHOLE < value < _MAX_WHOLE else None  # no bool
 
 
 def remarks(row: Mapping[str, object]) -> dict[str, dict[str, object]]:

@@ -286,6 +286,15 @@ def timeline(path: Path, end: int | None = None) -> Iterator[tuple[int, Record]]
         yield from _records(path, *span)
 
 
+def surviving_records(path: Path) -> Iterator[Record]:
+    """The records of `timeline`; none if there is no ledger. Raises LedgerError, also if it cannot be read."""
+    try:
+        if path.is_file():
+            yield from (record for _, record in timeline(path))
+    except OSError as err:
+        raise LedgerError(f"'{path}' cannot be read: {err.strerror}") from err
+
+
 def _records(path: Path, start: int, stop: int) -> Iterator[tuple[int, Record]]:
     """The records of a part of the file, with their offsets. Only the end of the file may be torn."""
     offset, torn = start, None

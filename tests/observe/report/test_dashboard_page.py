@@ -37,9 +37,9 @@ def open_page(browser: Any, client: Client, page: str, width: int = 1280, theme:
     path = "" if page == "runs" else page
     address = f"http://{client.host}/{path}?{urlencode(query, doseq=True)}"
     browser.open(address, width=width, height=2500, theme=theme)
-    wait(browser, "document.body.getAttribute('aria-busy') === 'false'")
+    wait(browser, "document.body?.getAttribute('aria-busy') === 'false'")
     if page == "samples":  # they are read in the background
-        wait(browser, "document.querySelector('tr.sample') && document.body.getAttribute('aria-busy') === 'false'")
+        wait(browser, "document.querySelector('tr.sample') && document.body?.getAttribute('aria-busy') === 'false'")
 
 
 def wait(browser: Any, condition: str) -> None:
@@ -66,7 +66,7 @@ def test_every_page_is_drawn_silent_and_within_the_window(
     open_page(browser, client, page.name, width, theme, **query_of(page))
     browser.script("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
     browser.script("document.querySelector('tr.sample .open')?.click()")
-    wait(browser, "document.body.getAttribute('aria-busy') === 'false'")
+    wait(browser, "document.body?.getAttribute('aria-busy') === 'false'")
     assert browser.script("document.getElementById('said').textContent") == ""
     assert browser.complaints() == []
     asked = [url for url in browser.requests() if not url.startswith("data:")]
@@ -172,7 +172,7 @@ def test_pages_rows_and_the_search_are_reached_by_keys(browser: Any, client: Cli
     browser.script("document.activeElement.blur()")
     press(browser, "g")
     press(browser, "o")
-    wait(browser, "location.pathname === '/overview' && document.body.getAttribute('aria-busy') === 'false'")
+    wait(browser, "location.pathname === '/overview' && document.body?.getAttribute('aria-busy') === 'false'")
     assert "run=tiny" in browser.script("location.search")
 
 
@@ -186,7 +186,7 @@ def test_hostile_texts_stay_texts_on_every_page(browser: Any, client: Client) ->
             "document.querySelectorAll('tbody .open').forEach((b) => b.click());"
             " document.querySelectorAll('details').forEach((d) => { d.open = true; })"
         )
-        wait(browser, "document.body.getAttribute('aria-busy') === 'false'")
+        wait(browser, "document.body?.getAttribute('aria-busy') === 'false'")
         assert bait in browser.script("document.querySelector('main').textContent"), page
         assert browser.script("document.documentElement.dataset.hacked") is None
         assert browser.script("document.querySelectorAll('main img, main script, main link').length") == 0
@@ -245,11 +245,11 @@ def test_tokens_are_texts_coloured_by_what_is_chosen_and_images_stand_beside_the
 
 def test_the_ready_queries_are_answered(browser: Any, client: Client) -> None:
     open_page(browser, client, "sql", run="tiny", query="")
-    names = browser.script("Object.keys(QUERIES)")
+    names = browser.script("Object.values(data.questions).map(([question]) => question)")
     rows = {}
     for place, name in enumerate(names):
         browser.script(f"document.querySelectorAll('.choices button')[{place}].click()")
-        wait(browser, "document.body.getAttribute('aria-busy') === 'false'")
+        wait(browser, "document.body?.getAttribute('aria-busy') === 'false'")
         assert browser.script("document.getElementById('said').textContent") == "", name
         rows[name] = int(browser.script("document.querySelector('#own .count').textContent").split()[0])
     assert rows["the reward"] == rows["why did the reward fall? by step"] == 12 and rows["where does the time go?"] > 0

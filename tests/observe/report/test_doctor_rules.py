@@ -13,7 +13,8 @@ from distflow.cli import main
 from distflow.config import load_config
 from distflow.errors import UserError
 from distflow.import_target import is_ours
-from distflow.observe.report.doctor import RUN_RULES, examine, records_of
+from distflow.observe.report.doctor import RUN_RULES, examine
+from distflow.observe.report.run_rules import RunRecords
 from distflow.observe.report.step_rules import STEP_RULES, History, StepRules, register_doctor_rule, rules_over
 from distflow.observe.report.summary_sentences import Finding
 from distflow.observe.writing.run_folder import RunFolder
@@ -164,7 +165,7 @@ def sample(i: int, score: float = 0.0, length: int = 1) -> dict[str, object]:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_named_where_it_begins(name: str, tmp_path: Path) -> None:
     level, plant = FAULTS[name]
-    found = {each.rule: each for each in examine(records_of(write_run(tmp_path / "run", plant))).problems()}
+    found = {each.rule: each for each in examine(RunRecords(write_run(tmp_path / "run", plant))).problems()}
     rule = name.split()[0]
     assert set(found) == {rule}, found
     assert found[rule].level == level and found[rule].text and found[rule].advice or rule == "reward-errors"
@@ -174,7 +175,7 @@ def test_a_planted_fault_is_named_where_it_begins(name: str, tmp_path: Path) -> 
 
 def test_samples_that_show_it_are_named(tmp_path: Path) -> None:
     def found(name: str) -> Finding:
-        (each,) = examine(records_of(write_run(tmp_path / name, FAULTS[name][1]))).problems()
+        (each,) = examine(RunRecords(write_run(tmp_path / name, FAULTS[name][1]))).problems()
         return each
 
     spiked = found("gradient-spike")
@@ -188,7 +189,7 @@ def test_actions_are_accepted_by_the_config(tmp_path: Path) -> None:
     actions = {
         each.action
         for name, (_, plant) in FAULTS.items()
-        for each in examine(records_of(write_run(tmp_path / name, plant))).problems()
+        for each in examine(RunRecords(write_run(tmp_path / name, plant))).problems()
         if each.action
     }
     assert len(actions) > 6
@@ -312,7 +313,7 @@ def test_faults_in_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str
             else {"kind": "consumed", "step": 1, "group_ids": [i]}
         )
     (run_dir / "ledger.jsonl").write_text("".join(json.dumps({"t": 1, "restart": 0, **line}) + "\n" for line in lines))
-    found = {each.rule: each for each in examine(records_of(run_dir)).problems()}
+    found = {each.rule: each for each in examine(RunRecords(run_dir)).problems()}
     assert set(found) == {"slow-prompts-starved", "data-order"}
     assert found["slow-prompts-starved"].action == "async.max_staleness=3"
     assert found["slow-prompts-starved"].numbers == {"longest quarter": 1.0, "shortest quarter": 0.0}
@@ -326,7 +327,7 @@ def test_validation_prompts_in_training(tmp_path: Path) -> None:
         run.samples(30, [sample(0)], "val")
         run.samples(1, [sample(0)])
         run.event("end", "done", status="finished")
-    (found,) = examine(records_of(run_dir)).problems()
+    (found,) = examine(RunRecords(run_dir)).problems()
     assert found.rule == "data-order" and "contain 1 validation problem." in found.text and found.uids == ("7-3",)
 
 

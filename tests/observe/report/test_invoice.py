@@ -8,8 +8,9 @@ from random import Random
 import pytest
 
 from distflow.cli import main
-from distflow.observe.report.doctor import examine, read_charges, records_of
+from distflow.observe.report.doctor import examine, read_charges
 from distflow.observe.report.invoice import Charge, Journal, charges, invoice_json, invoice_lines, shares
+from distflow.observe.report.run_rules import RunRecords
 from distflow.observe.run_reader import Group
 from distflow.observe.writing.run_folder import RunFolder, Span
 
@@ -337,7 +338,7 @@ def test_unknown_time_is_found(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 0, range(1, 13), 1000.0, "finished")
     for name in ("engine", "rollout", "reward"):
         (tmp_path / "run" / "spans" / f"{name}.jsonl").unlink()
-    run = records_of(tmp_path / "run")
+    run = RunRecords(tmp_path / "run")
     assert by_cause(run.charges)["unknown: unknown"] == 72.0
     assert "unaccounted-time" in {each.rule for each in examine(run).findings}
 
@@ -369,7 +370,7 @@ def test_why_the_report_and_sql_show_it(tmp_path: Path, capsys: pytest.CaptureFi
     ]
     data = invoice_json(read_charges(tmp_path / "run"))
     assert (data["devices"], data["seconds"], len(data["steps"])) == (1, pytest.approx(120), 12)  # type: ignore[arg-type]
-    rule = next(each for each in examine(records_of(tmp_path / "run")).problems() if each.rule == "starving-trainer")
+    rule = next(each for each in examine(RunRecords(tmp_path / "run")).problems() if each.rule == "starving-trainer")
     assert (
         rule.text == "Devices waited for reward 50% of the time of the last 12 steps." and "num_workers" in rule.advice
     )

@@ -3,19 +3,15 @@
 import math
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
-from distflow.observe.report.graph_and_timelines import RunActivity
 from distflow.observe.report.metric_differences import compared_metrics
-from distflow.observe.report.run_rules import RunRecords
-from distflow.observe.run_reader import Timeline
+from distflow.observe.report.summary_sentences import Steps
 
 
-def run_of(values: Sequence[float], **others: float) -> RunRecords:
-    steps = {step: {"x": value, **others} for step, value in enumerate(values, 1)}
-    return RunRecords(Path(), Timeline(), steps, {}, RunActivity({}, {}, {}, {}, False))
+def run_of(values: Sequence[float], **others: float) -> Steps:
+    return {step: {"x": value, **others} for step, value in enumerate(values, 1)}
 
 
 def series(seed: int, correlation: float, mean: float = 0.0, number: int = 150) -> list[float]:
@@ -53,7 +49,7 @@ def test_seeds_that_spread_hide_what_the_steps_of_one_pair_would_show(num_a: int
     """Runs end at levels that differ by seed. Of 200 comparisons an interval of 95 % allows about 10."""
     draw = random.Random(7)
 
-    def side(number: int, shift: float) -> list[RunRecords]:
+    def side(number: int, shift: float) -> list[Steps]:
         return [run_of(series(draw.randrange(2**30), 0.5, draw.gauss(shift, 3.0), 60)) for _ in range(number)]
 
     def share(shift: float, times: int) -> float:

@@ -8,7 +8,6 @@ import pytest
 
 from distflow.observe.report.build import report_data
 from distflow.observe.report.doctor import examine
-from distflow.observe.report.graph_and_timelines import read_activity
 from distflow.observe.report.run_rules import (
     Finding,
     RunRecords,
@@ -20,7 +19,6 @@ from distflow.observe.report.run_rules import (
     truncation,
 )
 from distflow.observe.report.step_rules import StepRules
-from distflow.observe.run_reader import Timeline
 from distflow.observe.writing.run_folder import RunFolder
 
 Steps = dict[int, dict[str, float]]
@@ -222,5 +220,8 @@ def test_nothing_is_remarked_where_nothing_is_remarkable(tmp_path: Path) -> None
     healthy = steps(
         reward__min=(0.0,) * 4, reward__max=(1.0,) * 4, reward__errors=(0.0,) * 4, rollout__truncated=(0.01,) * 4
     )
-    assert examine(RunRecords(tmp_path, Timeline(), healthy, {}, read_activity(tmp_path))).findings == []
+    with RunFolder(tmp_path, 0) as run:
+        for step, values in healthy.items():
+            run.metrics(step, "train", values)
+    assert examine(RunRecords(tmp_path)).findings == []
     assert isinstance(constant_reward(steps(reward__min=(0.0,), reward__max=(0.0,)), {}), Finding)

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from distflow.observe.crash_safe_files import encode, read_object, to_json, to_number
 from distflow.observe.report.build import write_report
 from distflow.observe.run_reader import (
+    GrowingMetrics,
+    Timeline,
     read_damage,
     read_events,
     read_metrics,
@@ -341,3 +343,18 @@ def test_numbers_that_are_no_plain_floats_are_read_beside_those_that_are(tmp_pat
     assert math.isnan(odd.pop("a/nan")) and odd == {"a/whole": 3.0, "a/huge": math.inf, "c": 0.5}
     assert even == {"a/b/c": 1.5, "a/b": 2.5, "a/d": -1.0} and huge == {"a": 1.0, "b": math.inf} and empty == {}
     assert math.isnan(nan["a"])
+
+
+def test_metrics_that_grow_are_read_within_the_memory_of_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distflow.observe.crash_safe_files.MAX_JSON_VALUES", 2000)
+    with RunFolder(tmp_path, 0) as run:
+        for step in range(1, 101):
+            run.metrics(step, "train", {f"m{i}": 1.0 for i in range(50)})
+        growing = GrowingMetrics(tmp_path)
+        found = [record.step for record in growing.read(Timeline())]
+        assert found == list(range(found[0], 101)) and 10 < len(found) < 40
+        assert found == [record.step for record in read_metrics(tmp_path)]
+        run.metrics(101, "train", {"m0": 2.0})
+        assert [record.step for record in growing.read(Timeline())] == [*found, 101]

@@ -2,6 +2,7 @@
 
 import fcntl
 import io
+import math
 import os
 import pty
 import re
@@ -226,6 +227,21 @@ def test_a_curve_stands_beside_its_range_and_reward_errors_beside_why(monkeypatc
     assert re.search(r"reward +0\.500 +▁█▅ +0\.250…0\.750", last)
     assert "3 of 64 reward calls: ValueError: \\x1b[2J" in last
     assert "audit of step 3: 15 of 17 checks passed · 1 warning" in last
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_are_shown(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    names = ("reward/calls", "reward/error_rate", "reward/mean_score", "timing_s/step", "timing_s/rollout")
+    values = dict.fromkeys((*names, "async/version_diff/mean", "throughput/rollout"), value)
+    terminal = Terminal(100, 40)
+    view = TerminalView("run", 9, file=terminal.file)
+    view.weight_version(1)
+    view.log(1, values)
+    view.close()
+    assert "reward calls" in "\n".join(frames_of(terminal.seen())[-1])
+    assert str(value) in step_line(1, 9, values)
 
 
 def test_the_queue_is_shown_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:

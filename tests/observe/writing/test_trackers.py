@@ -15,7 +15,6 @@ import pytest
 
 from distflow.observe.writing import trackers as tracking
 from distflow.observe.writing.trackers import (
-    TakesTexts,
     TrackedFinding,
     TrackedRun,
     TrackerError,
@@ -104,7 +103,7 @@ def test_one_that_does_not_finish_is_left_behind() -> None:
 
 
 def test_remote_ones_get_an_overview_a_table_of_samples_and_findings() -> None:
-    class Everything(Recorder, TakesTexts):
+    class Everything(Recorder):
         tables: list[tuple[int, list[Mapping[str, str]]]] = []
         found: list[TrackedFinding] = []
 

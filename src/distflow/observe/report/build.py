@@ -18,7 +18,7 @@ from distflow.observe.metrics import find_metric
 from distflow.observe.report import chart_data as charts
 from distflow.observe.report import doctor, domains, run_rules, samples, summary_sentences
 from distflow.observe.report import graph_and_timelines as step
-from distflow.observe.report.invoice import charges, invoice_json, journal_of, price_of
+from distflow.observe.report.invoice import invoice_json, price_of
 from distflow.observe.report.summary_sentences import Accuracy, EventGroup, Finding, Steps, known_values
 from distflow.observe.run_reader import Event
 from distflow.observe.sanitized_output import escape_control
@@ -99,30 +99,16 @@ def report_data(run_dir: Path) -> dict[str, Any]:
     return data
 
 
-class RunPages:
-    """The data of a run's pages as JSON, in parts: each reads what it needs when it is first asked for.
+class RunPages(run_rules.RunRecords):
+    """The data of a run's pages as JSON, in parts: each reads what it needs when it is first asked for."""
 
-    metrics: the run's, if they may have been read before.
-    """
-
-    def __init__(self, run_dir: Path, metrics: run_reader.GrowingMetrics | None = None) -> None:
-        self.run_dir, self.timeline, self._metrics = run_dir, run_reader.read_timeline(run_dir), metrics
-        found = run_reader.read_metrics(run_dir, self.timeline) if metrics is None else metrics.read(self.timeline)
-        self.records = found
-        self.events = run_reader.read_events(run_dir, self.timeline)
+    def __init__(self, run_dir: Path, growing: run_reader.GrowingMetrics | None = None) -> None:
+        super().__init__(run_dir, growing)
         self.run = read_object(run_dir / "run.json", run_dir)
-
-    @cached_property
-    def steps(self) -> Steps:
-        return charts.tabulate(self.records)
 
     @cached_property
     def table(self) -> charts.Table:
         return charts.as_table(self.steps)
-
-    @cached_property
-    def activity(self) -> step.RunActivity:
-        return step.read_activity(self.run_dir)
 
     @cached_property
     def trials(self) -> dict[str, int]:
@@ -140,14 +126,8 @@ class RunPages:
         return summary_sentences.find_accuracy(self.records, self.trials.get("all"))
 
     @cached_property
-    def for_rules(self) -> run_rules.RunRecords:
-        config = run_reader.read_config(self.run_dir)
-        charged = charges(journal_of(self.activity, self.timeline, self.records, self.events))
-        return run_rules.RunRecords(self.run_dir, self.timeline, self.steps, config, self.activity, charged)
-
-    @cached_property
     def examination(self) -> doctor.Examination:
-        return doctor.examine(self.for_rules)
+        return doctor.examine(self)
 
     def top(self) -> dict[str, Any]:
         """What ran, how it ended, and the numbers to read first."""
@@ -170,7 +150,7 @@ class RunPages:
         planned = [each for each in found if each.rule == run_rules.PLANNED and each.tone == "unknown"]
         found = [each for each in found if each not in planned]
         written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
-        known = None if self._metrics is None else self._metrics.damage
+        known = None if self.growing is None else self.growing.damage
         damaged = [Finding("flat", f"{sentence}.") for sentence in run_reader.read_damage(self.run_dir, known)]
         end = summary_sentences.ending(events, self.steps, self.run.get("total_steps"), written)
         judged = _judgements(end, found, self.accuracy, self.problems, self.steps)
@@ -213,7 +193,7 @@ class RunPages:
         return {
             "pipeline": step.pipeline_graph(self.run_dir, self.steps),
             "timelines": step.timelines(self.activity, self.records),
-            "invoice": invoice_json(self.for_rules.charges, price_of(self.for_rules.config)),
+            "invoice": invoice_json(self.charges, price_of(self.config)),
         }
 
     def setup(self) -> dict[str, Any]:
@@ -327,7 +307,7 @@ def _config_text(run_dir: Path, run: Mapping[str, JSON]) -> str:
 
 def page(data: Mapping[str, Any]) -> bytes:
     """The template filled in with the result of `report_data`."""
-    words = {"title": data["title"], "status": data["status"]["word"]}
+    words = {"title": data["title"], "kind": "report", "status": data["status"]["word"]}
     return fill("report.html", SCRIPTS, data, words, sentences="\n".join(_paragraphs(data)), plots=True)
 
 
@@ -348,23 +328,26 @@ def fill(
         assert "</script" not in text.lower() and "</style" not in text.lower(), f"{name} would end its own tag"
         return text
 
-    plot = read("uplot/uPlot.iife.min.js") if plots else ""
-    script = "\n".join(read(f"{name}.js") for name in scripts)
+    scripts = [read("uplot/uPlot.iife.min.js")] * plots + ["\n".join(read(f"{name}.js") for name in scripts)]
     style = (read("uplot/uPlot.min.css") + "\n" if plots else "") + read("report.css")
     policy = (
-        f"default-src 'none'; script-src {_hash(plot)} {_hash(script)}; style-src {_hash(style)}; "
+        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    filled = Template((static / template).read_text(encoding="utf-8")).substitute(
+    filled = _template(template).substitute(
         {name: _text(text) for name, text in words.items()},
         policy=html.escape(policy, quote=True).replace("&#x27;", "'"),
         sentences=sentences,
-        style=style,
-        plot=plot,
-        script=script,
+        styles=f"<style>{style}</style>",
+        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
         data=embed(data),
     )
     return filled.encode("utf-8", "backslashreplace")
+
+
+def _template(name: str) -> Template:
+    static = files("distflow.observe.report") / "static"
+    return Template((static / "head.html").read_text(encoding="utf-8") + (static / name).read_text(encoding="utf-8"))
 
 
 def served_files() -> dict[str, bytes]:
@@ -379,20 +362,19 @@ def served_files() -> dict[str, bytes]:
 
 def served_page(data: Mapping[str, object], title: str) -> bytes:
     """The frame of a report whose scripts are served and ask for their data. data: what they start with."""
-    template = (files("distflow.observe.report") / "static" / "report.html").read_text(encoding="utf-8")
     styles = "\n".join(f'<link rel="stylesheet" href="/static/{name}.css">' for name in ("uPlot.min", "report"))
     scripts = "\n".join(
         f'<script src="/static/{name}.js"></script>' for name in ("uPlot.iife.min", *_PARTS, "dashboard")
     )
-    for inside, outside in (
-        ("<style>$style</style>", styles),
-        ("<script>$plot</script>\n<script>$script</script>", scripts),
-        ("distflow report", "distflow dashboard"),
-    ):
-        assert inside in template, f"report.html has no {inside}"
-        template = template.replace(inside, outside)
-    words = {"title": _text(title), "status": "", "policy": POLICY_OF_SERVED_PAGES, "sentences": ""}
-    return Template(template).substitute(words, data=embed(data)).encode("utf-8", "backslashreplace")
+    words = {
+        "title": _text(title),
+        "kind": "dashboard",
+        "status": "",
+        "policy": POLICY_OF_SERVED_PAGES,
+        "sentences": "",
+    }
+    filled = _template("report.html").substitute(words, styles=styles, scripts=scripts, data=embed(data))
+    return filled.encode("utf-8", "backslashreplace")
 
 
 def _paragraphs(data: Mapping[str, Any]) -> list[str]:

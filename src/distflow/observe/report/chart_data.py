@@ -125,13 +125,12 @@ def tabulate(records: Sequence[MetricsRecord]) -> dict[int, dict[str, float]]:
 
 
 class Table(NamedTuple):
-    """All metrics of all steps. values: a row for each step, NaN where nothing was measured. odd: the metrics that were
-    measured as NaN or infinite."""
+    """All metrics of all steps, a row for each step. measured: where `values` are."""
 
     order: list[int]
     places: dict[str, int]
     values: "np.ndarray[Any, Any]"
-    odd: set[str]
+    measured: "np.ndarray[Any, Any]"
 
 
 def as_table(steps: Mapping[int, Mapping[str, float]]) -> Table:
@@ -141,12 +140,11 @@ def as_table(steps: Mapping[int, Mapping[str, float]]) -> Table:
     for row, step in enumerate(order):
         alike.setdefault(tuple(steps[step]), []).append(row)
     places = {name: place for place, name in enumerate(sorted({name for names in alike for name in names}))}
-    values, odd = np.full((len(order), len(places)), np.nan), set[str]()
+    values, measured = np.zeros((len(order), len(places))), np.zeros((len(order), len(places)), bool)
     for names, rows in alike.items():
-        block = np.array([[*steps[order[row]].values()] for row in rows], float)
-        values[np.ix_(rows, [places[name] for name in names])] = block
-        odd |= {names[place] for place in np.flatnonzero(~np.isfinite(block).all(0))}
-    return Table(order, places, values, odd)
+        cells = np.ix_(rows, [places[name] for name in names])
+        values[cells], measured[cells] = [[*steps[order[row]].values()] for row in rows], True
+    return Table(order, places, values, measured)
 
 
 def series(
@@ -173,35 +171,37 @@ def series(
     buckets = [order[start : start + size] for start in range(0, len(order), size)]
     x = [step for bucket in buckets for step in (bucket[0], bucket[-1])[: len(bucket)]]
     table = table or as_table(steps)
-    y = {
-        name: [v for bucket in buckets for v in _extremes(bucket, steps, name)]
-        if name in table.odd
-        else _merged(buckets, table, name)[: len(x)]
-        for name in shown
-    }
+    y = {name: _merged(size, table, table.places[name])[: len(x)] for name in shown}
     return {"x": x, "y": y, "thinned": True, "left_out": left_out}
 
 
-def _merged(buckets: Sequence[Sequence[int]], table: Table, name: str) -> list[float | str | None]:
-    """What `_extremes` gives for all buckets of a column whose measurements are all finite."""
+def _merged(size: int, table: Table, place: int) -> list[float | str | None]:
+    """Two points for each `size` steps: the minimum and the maximum, in order; a single one stays where it is, and a
+    NaN is never hidden."""
     import numpy as np
 
-    size = len(buckets[0])
-    values = np.full(len(buckets) * size, np.nan)
-    values[: len(table.order)] = table.values[:, table.places[name]]
-    blocks = values.reshape(-1, size)
-    known = ~np.isnan(blocks)
-    low, high = np.where(known, blocks, np.inf), np.where(known, blocks, -np.inf)
-    first, last = low.argmin(1), high.argmax(1)
-    ends = np.stack([low.min(1), high.max(1)], 1)
-    ends[first > last] = ends[first > last, ::-1]
-    number = known.sum(1)
-    ends[number == 0] = np.nan
-    for single in np.flatnonzero(number == 1).tolist():  # it stays where it is
-        bucket = buckets[single]
-        step = bucket[first[single]]
-        ends[single, 0 if step - bucket[0] > bucket[-1] - step and len(bucket) > 1 else 1] = np.nan
-    return [None if value != value else _point(value) for value in ends.ravel().tolist()]
+    blank = -len(table.order) % size
+    values = np.pad(table.values[:, place], (0, blank)).reshape(-1, size)
+    measured = np.pad(table.measured[:, place], (0, blank)).reshape(-1, size)
+    finite = measured & np.isfinite(values)
+    low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
+    lowest, highest = low.argmin(1), high.argmax(1)
+    ends = np.stack([np.minimum(lowest, highest), np.maximum(lowest, highest)], 1)  # places in a bucket
+    points: list[float | str | None] = [_point(v) for v in np.take_along_axis(values, ends, 1).ravel().tolist()]
+    number, odd = measured.sum(1), measured & ~finite
+    for bucket in np.flatnonzero((number < 2) | odd.any(1)).tolist():
+        known = np.flatnonzero(measured[bucket])
+        of_bucket: list[float | str | None] = [None, None]
+        if len(known) == 1:
+            last = min(size, len(table.order) - bucket * size) - 1
+            steps = table.order[bucket * size :]
+            is_late = steps[known[0]] - steps[0] > steps[last] - steps[known[0]]
+            of_bucket[is_late and last > 0] = _point(values[bucket, known[0]])
+        elif len(known):
+            first = [points[2 * bucket]] if finite[bucket].any() else []
+            of_bucket = [*first, _point(values[bucket, odd[bucket]][0]), None][:2]
+        points[2 * bucket : 2 * bucket + 2] = of_bucket
+    return points
 
 
 def axes(x: Sequence[int], records: Sequence[MetricsRecord], samples_of_a_step: int | None) -> dict[str, list[float]]:
@@ -221,26 +221,6 @@ def axes(x: Sequence[int], records: Sequence[MetricsRecord], samples_of_a_step: 
     if samples_of_a_step:
         found["samples"] = [float(step * samples_of_a_step) for step in x]
     return found
-
-
-def _extremes(bucket: Sequence[int], steps: Mapping[int, Mapping[str, float]], name: str) -> list[float | str | None]:
-    """The points of a bucket of steps: its minimum and maximum, in order; a NaN is never hidden."""
-    found = [(step, steps[step][name]) for step in bucket if name in steps[step]]
-    if len(found) == 1:
-        (step, value) = found[0]
-        isolated: list[float | str | None] = [None] * min(len(bucket), 2)
-        isolated[-1 if step - bucket[0] > bucket[-1] - step else 0] = _point(value)
-        return isolated
-    values = [value for _, value in found]
-    finite = [value for value in values if math.isfinite(value)]
-    extremes: list[float] = []
-    if finite:
-        low, high = min(finite), max(finite)
-        extremes = [low, high] if finite.index(low) <= finite.index(high) else [high, low]
-    if len(finite) < len(values):
-        extremes = [*extremes[:1], next(value for value in values if not math.isfinite(value))]
-    points: list[float | str | None] = [_point(value) for value in extremes]
-    return (points + [None, None])[: min(len(bucket), 2)]
 
 
 def _point(value: float | None) -> float | str | None:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distflow.observe.crash_safe_files import JSON, read_object, to_number
-from distflow.observe.report.chart_data import tabulate
 from distflow.observe.report.graph_and_timelines import read_activity
-from distflow.observe.report.invoice import Charge, charges, journal_of
+from distflow.observe.report.invoice import Charge
 from distflow.observe.report.run_rules import (
     MAX_SHOWN,
     MAX_UIDS,
@@ -23,7 +22,7 @@ from distflow.observe.report.run_rules import (
     greedy_and_sampled,
     no_update,
     predicted_and_measured,
-    reward_errors_of,
+    reward_errors,
     starved_prompts,
     starving,
     truncation,
@@ -37,8 +36,16 @@ from distflow.observe.report.step_rules import (
     register_doctor_rule,
     rules_over,
 )
-from distflow.observe.report.summary_sentences import Finding, Steps, failure, known_values, readable_s, status
-from distflow.observe.run_reader import MAX_BYTES, read_config, read_events, read_metrics, read_samples, read_timeline
+from distflow.observe.report.summary_sentences import (
+    NO_END,
+    Finding,
+    Steps,
+    failure,
+    known_values,
+    readable_s,
+    status,
+)
+from distflow.observe.run_reader import MAX_BYTES
 from distflow.observe.sample_files import SAMPLES, sample_file_name
 
 
@@ -52,27 +59,13 @@ class RunRule(NamedTuple):
     check: Callable[[RunRecords], Finding | None]
 
     def can_look(self, run: RunRecords) -> bool:
-        there = {
-            "groups": lambda: bool(run.activity.groups),
-            "spans": lambda: bool(run.charges),
-            "": lambda: True,
-        }
-        return there[self.needs]() if self.needs in there else self.needs in run.metrics
-
-
-def records_of(run_dir: Path) -> RunRecords:
-    """What there is in a run's folder."""
-    timeline, activity = read_timeline(run_dir), read_activity(run_dir)
-    records, events = read_metrics(run_dir, timeline), read_events(run_dir, timeline)
-    charged = charges(journal_of(activity, timeline, records, events))
-    return RunRecords(run_dir, timeline, tabulate(records), read_config(run_dir), activity, charged)
+        there = {"groups": bool(run.activity.groups), "spans": bool(run.charges), "": True}
+        return there.get(self.needs, self.needs in run.metrics)
 
 
 def read_charges(run_dir: Path, step: int | None = None) -> list[Charge]:
     """The idle invoice of a whole run, or of one step."""
-    timeline, activity = read_timeline(run_dir), read_activity(run_dir, MAX_BYTES)
-    records, events = read_metrics(run_dir, timeline), read_events(run_dir, timeline)
-    return charges(journal_of(activity, timeline, records, events, step))
+    return RunRecords(run_dir).charges_of(read_activity(run_dir, MAX_BYTES), step)
 
 
 @dataclass(frozen=True)
@@ -115,7 +108,7 @@ def _with_samples(run: RunRecords, found: Finding) -> Finding:
     """The finding with the samples of its first step that show it."""
     if found.first is None or not found.level:
         return found
-    rows = read_samples(run.run_dir, found.first, "train", run.timeline)
+    rows = run.samples(found.first)
     sizes = {str(row.get("uid")): to_number(row.get(found.worst)) for row in rows}
     known = {uid: abs(size) for uid, size in sizes.items() if size is not None}
     uids = found.uids or tuple(sorted(known, key=lambda uid: -known[uid])[:MAX_UIDS])
@@ -123,19 +116,23 @@ def _with_samples(run: RunRecords, found: Finding) -> Finding:
     return found._replace(uids=uids, files=("metrics.jsonl", *([name] if rows else [])))
 
 
-def unfinished(run: RunRecords, is_running: bool) -> Finding | None:
+def problems(run: RunRecords, found: Examination, is_running: bool) -> list[Finding]:
+    """What ended the run, or why it does not go on, then what was found."""
+    return [*filter(None, (_failed_run(run), _unfinished(run, is_running))), *found.problems()]
+
+
+def _unfinished(run: RunRecords, is_running: bool) -> Finding | None:
     """A run without an end that nobody writes to, or that has done no step for far longer than steps take."""
-    if status(read_events(run.run_dir, run.timeline))["word"] != "no end yet":
+    if status(run.events)["word"] != NO_END["word"]:
         return None
     if not is_running:
         text = "The run has no end, and no process on this machine writes to it: it was killed, or runs elsewhere."
         advice = "The same command resumes it."
         return Finding("flat", text, advice, rule="run-killed", level="warning", files=("events.jsonl",))
     seconds = known_values(run.steps, "timing_s/step")
-    records = read_metrics(run.run_dir, run.timeline)
-    if not seconds or not records:
+    if not seconds or not run.records:
         return None
-    limit, quiet = max(5 * statistics.median(seconds), 60.0), time.time() - records[-1].t
+    limit, quiet = max(5 * statistics.median(seconds), 60.0), time.time() - run.records[-1].t
     if quiet <= limit:
         return None
     last = max((s for part in run.activity.spans.values() for s in part), key=lambda s: s.end, default=None)
@@ -143,12 +140,12 @@ def unfinished(run: RunRecords, is_running: bool) -> Finding | None:
     text = f"No step ended for {readable_s(quiet)}; a step takes {readable_s(statistics.median(seconds))}.{where}"
     numbers = {"seconds without a step": quiet, "limit": limit}
     advice = "Look at stacks.txt and events.jsonl."
-    return Finding("bad", text, advice, rule="stuck", level="error", first=records[-1].step, numbers=numbers)
+    return Finding("bad", text, advice, rule="stuck", level="error", first=run.records[-1].step, numbers=numbers)
 
 
-def failed_run(run: RunRecords) -> Finding | None:
+def _failed_run(run: RunRecords) -> Finding | None:
     """A run that an error ended."""
-    error = failure(read_events(run.run_dir, run.timeline))
+    error = failure(run.events)
     if error is None:
         return None
     text = f"The run failed: {error.message[:MAX_SHOWN]}"
@@ -184,13 +181,8 @@ RUN_RULES: tuple[RunRule, ...] = (
     RunRule("accuracy-counts-nothing", "reward/max", "warning", lambda run: accuracy_counts_nothing(run.steps)),
     RunRule("length-runaway", "rollout/truncated", "warning", lambda run: truncation(run.steps, run.config)),
     RunRule("no-signal", "reward/frac_reward_zero_std", "warning", lambda run: equal_groups(run.steps)),
-    RunRule("reward-errors", "", "", lambda run: reward_errors_of(run.run_dir, run.timeline, run.steps)),
-    RunRule(
-        "greedy-and-sampled",
-        "val_correct/all/mean",
-        "",
-        lambda run: greedy_and_sampled(run.run_dir, run.timeline, run.steps, run.config),
-    ),
+    RunRule("reward-errors", "", "", reward_errors),
+    RunRule("greedy-and-sampled", "val_correct/all/mean", "", greedy_and_sampled),
     RunRule("starving-trainer", "spans", "warning", lambda run: starving(run, is_trainer=True)),
     RunRule("starving-rollout", "spans", "warning", lambda run: starving(run, is_trainer=False)),
     RunRule("unaccounted-time", "spans", "warning", unaccounted),

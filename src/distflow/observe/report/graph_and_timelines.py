@@ -25,7 +25,7 @@ from distflow.observe.crash_safe_files import (
     write_atomically,
 )
 from distflow.observe.report.summary_sentences import Steps
-from distflow.observe.run_reader import Group, MetricsRecord, fold_groups, read_spans, span_files
+from distflow.observe.run_reader import Group, MetricsRecord, groups_of, read_spans, span_files
 from distflow.observe.writing.run_folder import Span
 
 TRAINING = "train"
@@ -42,25 +42,25 @@ _STEP = re.compile(r"step (\d+)")
 
 @dataclass(frozen=True)
 class RunActivity:
-    """spans: by side. trained_at: the step that trained on a group. oldest: the lowest weight version of a group's
-    tokens. taken_at: when a step was taken from the sample queue. decodes: whether decoding was recorded.
-    groups: in the ledger's end. cut: the actors of whose files only the end was read."""
+    """spans: by side. taken_at: when a step was taken from the sample queue. groups: in the ledger's end. cut: the
+    actors of whose files only the end was read."""
 
     spans: Mapping[str, Sequence[Span]]
-    trained_at: Mapping[int, int]
-    oldest: Mapping[int, int]
     taken_at: Mapping[int, float]
-    decodes: bool
-    groups: Sequence[Group] = ()
-    cut: frozenset[str] = frozenset()
+    groups: Mapping[int, Group]
+    cut: frozenset[str]
+
+    def trained(self, span: Span) -> Group | None:
+        """The group of a span, if a step trained on this attempt."""
+        group = self.groups.get(span.group_id) if span.group_id is not None and span.what == "complete" else None
+        return group if group and group.step is not None else None
 
     def staleness(self, group: Span) -> int | None:
         """Versions between the oldest weights that drew a token of a group (or, if unknown, those that it began with)
         and those that its step began with; None if no step trained on it, or on another attempt."""
-        if group.group_id is None or group.group_id not in self.trained_at or group.what != "complete":
-            return None
-        version = self.oldest.get(group.group_id, group.version)
-        return None if version is None else self.trained_at[group.group_id] - 1 - version
+        found = self.trained(group)
+        version = group.version if found is None or found.version is None else found.version
+        return None if found is None or version is None else (found.step or 0) - 1 - version
 
     def waited(self, start: float, end: float) -> float:
         """The seconds that the trainer waited for groups."""
@@ -86,11 +86,8 @@ def read_activity(run_dir: Path, max_bytes: int = 3_000_000) -> RunActivity:
     cut = frozenset(path.stem for path in paths if path.stem in spans and bytes_left_out(path, each))
     waits = [s for s in spans.get("training", ()) if s.kind == "wait"]
     taken_at = {int(found[1]): span.end for span in waits if (found := _STEP.fullmatch(span.what))}
-    groups = fold_groups(read_records(run_dir / "ledger.jsonl", max(each, _MAX_LEDGER_BYTES), run_dir)[0])
-    trained_at = {group.group_id: group.step for group in groups if group.step is not None}
-    oldest = {group.group_id: group.version for group in groups if group.version is not None}
-    decodes = any(span.kind == "decode" for part in spans.values() for span in part)
-    return RunActivity(spans, trained_at, oldest, taken_at, decodes, groups, cut)
+    groups = groups_of(read_records(run_dir / "ledger.jsonl", max(each, _MAX_LEDGER_BYTES), run_dir)[0])
+    return RunActivity(spans, taken_at, groups, cut)
 
 
 def _covered(spans: Iterable[Span], start: float, end: float) -> float:
@@ -183,7 +180,7 @@ def _timeline(activity: RunActivity, why: str, part: Sequence[_Step]) -> StepTim
     start, end = part[0].start, part[-1].end
     training = [span for span in activity.spans.get("training", ()) if start < span.end and span.start < end]
     lanes, notes = _lanes(activity, start, end)
-    if activity.decodes:
+    if any(span.kind == "decode" for part in activity.spans.values() for span in part):
         waited, decoded = activity.waited(start, end) / (end - start), activity.decoded(start, end) / (end - start)
         shares = f"The trainer waited for groups {waited:.0%} of this time; the engine decoded {decoded:.0%} of it."
         notes = [shares, *notes]
@@ -265,9 +262,8 @@ def _longest(spans: Sequence[Span], least_s: float) -> list[Span]:
 
 def _until(activity: RunActivity, span: Span) -> float:
     """When a group left the sample queue to be trained on; for other spans, their end."""
-    is_done = span.kind == "group" and span.what == "complete"
-    step = activity.trained_at.get(span.group_id) if is_done and span.group_id is not None else None
-    return max(span.end, activity.taken_at.get(step, span.end)) if step is not None else span.end
+    group = activity.trained(span) if span.kind == "group" else None
+    return max(span.end, activity.taken_at.get(group.step or 0, span.end)) if group else span.end
 
 
 def _bar(activity: RunActivity, span: Span, start: float, end: float) -> Bar:

@@ -416,7 +416,7 @@ def journal_of(
     is_over = bool(events) and any(e.kind == "end" and e.restart == events[-1].restart for e in events)
     before = max((t for other, t in ended.items() if step is not None and other < step), default=-inf)
     only = (-inf, inf) if step is None else (before, ended.get(step, before))
-    return Journal(activity.spans, activity.groups, ended, windows, is_over, only)
+    return Journal(activity.spans, list(activity.groups.values()), ended, windows, is_over, only)
 
 
 def _windows(

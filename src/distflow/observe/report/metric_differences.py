@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from distflow.observe.report.run_rules import RunRecords
+from distflow.observe.report.summary_sentences import Steps
 
 LAST = 50
 """The values of each run that count."""
@@ -17,13 +17,13 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """The same of Student's t by degrees of freedom."""
 
 
-def compared_metrics(a: Sequence[RunRecords], b: Sequence[RunRecords]) -> list[dict[str, Any]]:
+def compared_metrics(a: Sequence[Steps], b: Sequence[Steps]) -> list[dict[str, Any]]:
     """The metrics that all runs of two sides have, over their last common steps. differs: None if unknown."""
     runs = [*a, *b]
-    steps = sorted(set.intersection(*({*run.steps} for run in runs)))
+    steps = sorted(set.intersection(*map(set, runs)))
     found = []
-    for name in sorted(frozenset.intersection(*(run.metrics for run in runs))):
-        values = [_last([run.steps[s][name] for s in steps if name in run.steps[s]]) for run in runs]
+    for name in sorted(set.intersection(*({name for values in run.values() for name in values} for run in runs))):
+        values = [_last([run[s][name] for s in steps if name in run[s]]) for run in runs]
         if all(values):
             first, second = values[: len(a)], values[len(a) :]
             compared = _over_steps(first[0], second[0]) if len(runs) == 2 else _over_seeds(first, second)

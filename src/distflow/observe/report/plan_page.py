@@ -15,7 +15,7 @@ _SCRIPTS = ("text", "step", "timeline", "plan")
 def write_plan_page(path: Path, plan: Mapping[str, Any]) -> None:
     """plan: as `distflow plan --json` prints it. Raises UserError if the file cannot be written."""
     fits = bool(plan["fits"])
-    words = {"title": plan["plan"]["pipeline"], "status": "fits" if fits else "does not fit"}
+    words = {"title": plan["plan"]["pipeline"], "kind": "plan", "status": "fits" if fits else "does not fit"}
     content = fill("plan.html", _SCRIPTS, _page_data(plan), {**words, "tone": "good" if fits else "bad"})
     try:
         write_atomically(path, content)

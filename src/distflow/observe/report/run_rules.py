@@ -4,22 +4,26 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from distflow.errors import joined
+from distflow.errors import count_of, joined
 from distflow.observe.crash_safe_files import JSON, to_number
 from distflow.observe.report import invoice
-from distflow.observe.report.graph_and_timelines import RunActivity
+from distflow.observe.report.chart_data import tabulate
+from distflow.observe.report.graph_and_timelines import RunActivity, read_activity
 from distflow.observe.report.samples import evenly
-from distflow.observe.report.step_rules import MANY_STEPS
+from distflow.observe.report.step_rules import MANY_STEPS, setting
 from distflow.observe.report.summary_sentences import REWARD, Finding, Steps, known_values
 from distflow.observe.run_reader import (
     RIGHT,
     Group,
-    Timeline,
+    GrowingMetrics,
+    read_config,
+    read_events,
+    read_metrics,
     read_samples,
+    read_timeline,
     sample_splits,
     sample_steps,
 )
@@ -50,20 +54,40 @@ _SOME_ERRORS, _MANY_ERRORS = 0.02, 0.1
 _FEW_DROPPED = 20
 
 
-@dataclass(frozen=True)
 class RunRecords:
-    """What the rules read of a run. config: as in config.yaml, empty if unknown. charges: of the idle invoice."""
+    """What the rules read of a run's folder. growing: its metrics, if they may have been read before."""
 
-    run_dir: Path
-    timeline: Timeline
-    steps: Steps
-    config: Mapping[str, JSON]
-    activity: RunActivity
-    charges: Sequence[invoice.Charge] = ()
+    def __init__(self, run_dir: Path, growing: GrowingMetrics | None = None) -> None:
+        self.run_dir, self.timeline, self.growing = run_dir, read_timeline(run_dir), growing
+        self.records = read_metrics(run_dir, self.timeline) if growing is None else growing.read(self.timeline)
+        self.events = read_events(run_dir, self.timeline)
+
+    @cached_property
+    def steps(self) -> Steps:
+        return tabulate(self.records)
 
     @cached_property
     def metrics(self) -> frozenset[str]:
         return frozenset(name for values in self.steps.values() for name in values)
+
+    @cached_property
+    def config(self) -> dict[str, JSON]:
+        return read_config(self.run_dir)
+
+    @cached_property
+    def activity(self) -> RunActivity:
+        return read_activity(self.run_dir)
+
+    @cached_property
+    def charges(self) -> list[invoice.Charge]:
+        return self.charges_of(self.activity)
+
+    def charges_of(self, activity: RunActivity, step: int | None = None) -> list[invoice.Charge]:
+        """The idle invoice of what was read of the run, or of one step."""
+        return invoice.charges(invoice.journal_of(activity, self.timeline, self.records, self.events, step))
+
+    def samples(self, step: int, split: str = "train") -> list[dict[str, JSON]]:
+        return read_samples(self.run_dir, step, split, self.timeline)
 
 
 def predicted_and_measured(predicted: JSON, steps: Steps) -> Finding | None:
@@ -116,10 +140,10 @@ def _misses(predicted: float, measured: float, step: float) -> bool:
 def truncation(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
     """Responses truncated at the length limit, over the run's last quarter."""
     shares = known_values(steps, "rollout/truncated")
-    if not shares or _at(config, "actor_rollout_ref", "rollout", "workflow") == "simulator":  # of time, not of tokens
+    if not shares or setting(config, "actor_rollout_ref.rollout.workflow") == "simulator":  # of time, not of tokens
         return None
     late, overall = _mean(_last_quarter(shares)), _mean(shares)
-    limit = _at(config, "data", "max_response_length")
+    limit = setting(config, "data.max_response_length")
     now, at = (f" (now {limit})", f" at {limit} tokens") if isinstance(limit, int) else ("", "")
     if late >= MANY_CUT:
         return Finding(
@@ -142,7 +166,7 @@ def constant_reward(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
     if not highest or not lowest or max(highest) - min(lowest) > 1e-9 * max(1.0, abs(max(highest))):
         return None
     value = max(highest)
-    path = _at(config, "custom_reward_function", "path")
+    path = setting(config, "custom_reward_function.path")
     function = f"the reward function ({path})" if path else "the reward function"
     everything = f"every response of {_which(steps, 'reward/max')}"
     advice = f"It does not distinguish better responses from worse: check what {function} returns for a few."
@@ -202,36 +226,36 @@ def equal_groups(steps: Steps) -> Finding | None:
     )
 
 
-def reward_errors_of(run_dir: Path, timeline: Timeline, steps: Steps) -> Finding | None:
+def reward_errors(run: RunRecords) -> Finding | None:
     """Responses with reward errors, with the most frequent messages."""
-    errors = {step: n for step, values in steps.items() if (n := _failed(values))}
-    validation = {step: n for step, values in steps.items() if (n := _finite(values.get("val/errors", 0.0)))}
+    errors = {step: n for step, values in run.steps.items() if (n := _failed(values))}
+    validation = {step: n for step, values in run.steps.items() if (n := _finite(values.get("val/errors", 0.0)))}
     if not errors and not validation:
         return None
-    num_calls = sum(known_values(steps, "reward/calls"))
-    messages = Counter(_messages(run_dir, timeline, "train", errors))
-    for split in sample_splits(run_dir):
-        if split != "train":
-            messages.update(_messages(run_dir, timeline, split, validation))
+    num_calls = sum(known_values(run.steps, "reward/calls"))
+    messages = Counter(_messages(run, "train", errors))
+    for split in _validations(run):
+        messages.update(_messages(run, split, validation))
     of = f" of {num_calls:,.0f}" if num_calls else ""
     end = "," if validation else ""
     parts = [f"on {sum(errors.values()):,.0f}{of} responses in training, which are left out{end}"] if errors else []
     parts += [f"on {sum(validation.values()):,.0f} validation responses, which count as wrong"] if validation else []
     kinds = [f"“{message}” ({number:,} times in the samples)" for message, number in messages.most_common(2)]
     share = sum(errors.values()) / num_calls if num_calls else float(bool(errors))
+    first = min(errors, default=None)
+    failed = [] if first is None else [str(row.get("uid")) for row in run.samples(first) if row.get("errors")]
     return Finding(
         "bad" if share > 0.05 or validation else "flat",
         f"The reward function failed {joined(parts)}." + (f" It said {joined(kinds)}." if kinds else ""),
         level="error" if share > _MANY_ERRORS else "warning" if share > _SOME_ERRORS or validation else "",
-        first=min(errors, default=None),
+        first=first,
         numbers={"reward/error_rate": share},
-        uids=_failed_uids(run_dir, timeline, min(errors, default=None)),
+        uids=tuple(failed[:MAX_UIDS]),
     )
 
 
-def _failed_uids(run_dir: Path, timeline: Timeline, step: int | None) -> tuple[str, ...]:
-    rows = [] if step is None else read_samples(run_dir, step, "train", timeline)
-    return tuple(str(row.get("uid")) for row in rows if row.get("errors"))[:MAX_UIDS]
+def _validations(run: RunRecords) -> list[str]:
+    return [split for split in sample_splits(run.run_dir) if split != "train"]
 
 
 def _first_step(steps: Steps, name: str, limit: float) -> int | None:
@@ -242,9 +266,9 @@ def _first_step(steps: Steps, name: str, limit: float) -> int | None:
     return next((step for step, value in known[max(next(below, 0) - 10, 0) :] if value >= limit), None)
 
 
-def greedy_and_sampled(run_dir: Path, timeline: Timeline, steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
+def greedy_and_sampled(run: RunRecords) -> Finding | None:
     """How often sampled responses are correct compared with greedy ones; if none were sampled, training's are used."""
-    validated = {step: values for step, values in steps.items() if "val_correct/all/mean" in values}
+    validated = {step: values for step, values in run.steps.items() if "val_correct/all/mean" in values}
     if not validated:
         return None
     last = max(validated)
@@ -252,10 +276,9 @@ def greedy_and_sampled(run_dir: Path, timeline: Timeline, steps: Steps, config: 
     at_k = {int(name.rpartition("@")[2]): name for name in values if name.startswith("val_correct/all/mean@")}
     if at_k:
         k = max(at_k)
-        heat = _temperature(config, "val_kwargs")
+        heat = _temperature(run.config, "val_kwargs.")
         text = f"At step {last}, responses sampled for validation problems{heat} were correct in {values[at_k[k]]:.2f}"
-        splits = [split for split in sample_splits(run_dir) if split != "train"]
-        rows = [row for split in splits for row in read_samples(run_dir, last, split, timeline)]
+        rows = [row for split in _validations(run) for row in run.samples(last, split)]
         if any(row.get("kind") == "greedy" for row in rows):
             text = (
                 f"At step {last}, greedy responses to validation problems were correct in "
@@ -264,28 +287,28 @@ def greedy_and_sampled(run_dir: Path, timeline: Timeline, steps: Steps, config: 
         best = values.get(f"val_correct/all/pass@{k}")
         among = f"; {best:.2f} of the problems had a correct one among {k}" if best is not None and k > 1 else ""
         return Finding("unknown", f"{text}{among}.")
-    sampled = [step for step in sample_steps(run_dir) if step <= last][-5:]
-    rows = [row for step in sampled for row in read_samples(run_dir, step, "train", timeline) if not row.get("errors")]
+    sampled = [step for step in sample_steps(run.run_dir) if step <= last][-5:]
+    rows = [row for step in sampled for row in run.samples(step) if not row.get("errors")]
     right = [float(accuracy >= RIGHT) for row in rows if isinstance(accuracy := row.get("acc"), int | float)]
     if not right or not max(*right, values["val_correct/all/mean"]):
         return None
-    heat = _temperature(config)
+    heat = _temperature(run.config)
     return Finding(
         "unknown",
-        f"Responses sampled{heat} in training were correct in {_mean(right):.2f} (the {_count(len(sampled), 'step')} "
+        f"Responses sampled{heat} in training were correct in {_mean(right):.2f} (the {count_of(len(sampled), 'step')} "
         f"up to {last}), greedy responses to validation problems in {values['val_correct/all/mean']:.2f}.",
     )
 
 
-def _temperature(config: Mapping[str, JSON], *group: str) -> str:
-    value = _at(config, "actor_rollout_ref", "rollout", *group, "temperature")
+def _temperature(config: Mapping[str, JSON], group: str = "") -> str:
+    value = setting(config, f"actor_rollout_ref.rollout.{group}temperature")
     return f" at temperature {value:g}" if isinstance(value, int | float) else ""
 
 
-def _messages(run_dir: Path, timeline: Timeline, split: str, steps: Iterable[int]) -> Iterable[str]:
+def _messages(run: RunRecords, split: str, steps: Iterable[int]) -> Iterable[str]:
     """The reward errors of some steps."""
     for step in sorted(steps)[:_MAX_FILES]:
-        for row in read_samples(run_dir, step, split, timeline):
+        for row in run.samples(step, split):
             errors = row.get("errors")
             for error in errors if isinstance(errors, list) else [errors]:
                 if isinstance(error, str) and error:
@@ -303,14 +326,6 @@ def _finite(value: float) -> float:
     return value if math.isfinite(value) else 0.0
 
 
-def _at(config: Mapping[str, JSON], *names: str) -> JSON:
-    """The value of a dotted key; None if the config lacks it."""
-    value: JSON | Mapping[str, JSON] = config
-    for name in names:
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value if not isinstance(value, Mapping) else None
-
-
 def _last_quarter(values: Sequence[float]) -> Sequence[float]:
     return values[-max(len(values) // 4, 1) :]
 
@@ -320,20 +335,16 @@ def _which(steps: Steps, metric: str) -> str:
     known = sorted(step for step, values in steps.items() if metric in values)
     if len(known) > 1 and known[0] > 1:
         return f"steps {known[0]:,} to {known[-1]:,}"
-    return f"{'all ' if len(known) > 1 else ''}{_count(len(known), 'step')}"
+    return f"{'all ' if len(known) > 1 else ''}{count_of(len(known), 'step')}"
 
 
 def _over(values: Sequence[float]) -> str:
     number = len(_last_quarter(values))
-    return f"over the last {_count(number, 'step')}" if number > 1 else "in the last step"
+    return f"over the last {count_of(number, 'step')}" if number > 1 else "in the last step"
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def starving(run: RunRecords, is_trainer: bool) -> Finding | None:
@@ -364,12 +375,14 @@ def unaccounted(run: RunRecords) -> Finding | None:
 
 def starved_prompts(run: RunRecords) -> Finding | None:
     """Long groups that are dropped as stale more often than short ones: the policy then learns from short ones."""
-    sized = sorted((group for group in run.activity.groups if group.tokens), key=lambda group: group.tokens or 0)
+    sized = sorted(
+        (group for group in run.activity.groups.values() if group.tokens), key=lambda group: group.tokens or 0
+    )
     quarter = len(sized) // 4
     short, long = (sum(_is_stale(group) for group in part) for part in (sized[:quarter], sized[-quarter:]))
     if short + long < _FEW_DROPPED or long <= 2 * short:
         return None
-    bound = _at(run.config, "async", "max_staleness")
+    bound = setting(run.config, "async.max_staleness")
     text = f"Of the longest quarter of groups {long / quarter:.0%} were dropped as stale"
     text += f", of the shortest {short / quarter:.0%}."
     stale = [group for group in sized[-quarter:] if _is_stale(group)]
@@ -391,30 +404,28 @@ def _is_stale(group: Group) -> bool:
 def data_order(run: RunRecords) -> Finding | None:
     """Rows that an epoch repeats, and validation problems among the training prompts."""
     seen: dict[tuple[int, int], list[int]] = {}
-    for group in (
-        group for group in run.activity.groups if group.step and group.epoch is not None and group.row is not None
-    ):
-        seen.setdefault((group.epoch or 0, group.row or 0), []).append(group.group_id)
+    for group in run.activity.groups.values():
+        if group.step and group.epoch is not None and group.row is not None:
+            seen.setdefault((group.epoch, group.row), []).append(group.group_id)
     if repeated := {place: ids for place, ids in seen.items() if len(ids) > 1}:
         (epoch, row), ids = next(iter(repeated.items()))
-        rows = _count(len(repeated), "row")
+        rows = count_of(len(repeated), "row")
         text = f"An epoch trained more than once on {rows}, such as row {row} in epoch {epoch}."
         uids = tuple(f"{group_id}-0" for group_id in ids[:MAX_UIDS])
         return Finding(
             "flat", text, "Look for duplicates in the order of the data.", uids=uids, files=("ledger.jsonl",)
         )
-    splits = [split for split in sample_splits(run.run_dir) if split != "train"]
-    problems = {text for split in splits for text, _ in _prompts(run, split, 1)}
+    problems = {text for split in _validations(run) for text, _ in _prompts(run, split, 1)}
     shared = {text: uid for text, uid in _prompts(run, "train", _MAX_FILES) if text in problems}
     if not shared:
         return None
-    text = f"The training prompts of up to {_MAX_FILES} steps contain {_count(len(shared), 'validation problem')}."
+    text = f"The training prompts of up to {_MAX_FILES} steps contain {count_of(len(shared), 'validation problem')}."
     uids = tuple(shared.values())[:MAX_UIDS]
     return Finding("flat", text, "The validation then measures what was trained on: split the data anew.", uids=uids)
 
 
 def _prompts(run: RunRecords, split: str, most: int) -> Iterator[tuple[str, str]]:
     for step in evenly(sample_steps(run.run_dir, split), most):
-        for row in read_samples(run.run_dir, step, split, run.timeline):
+        for row in run.samples(step, split):
             if prompt := row.get("prompt"):
                 yield str(prompt), str(row.get("uid"))

@@ -95,10 +95,15 @@ class History:
 
     def setting(self, key: str) -> JSON:
         """The value of a key of the config; None if unknown."""
-        value: JSON | Mapping[str, JSON] = self.config
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        return value if not isinstance(value, Mapping) else None
+        return setting(self.config, key)
+
+
+def setting(config: Mapping[str, JSON], key: str) -> JSON:
+    """The value of a dotted key; None if unknown."""
+    value: JSON | Mapping[str, JSON] = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value if not isinstance(value, Mapping) else None
 
 
 @dataclass(frozen=True)

@@ -255,8 +255,8 @@ def step_line(step: int, total_steps: int, values: Mapping[str, float], eta_s: f
     """One plain line for a step: `step 12/60  reward  0.512  accuracy 0.870  ...    1.2 s  0:58 to go`."""
     parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     parts += [f"{line.label} {line.text(value)}" for line, value in headlines(values).items()]
-    if failed := round(values.get("reward/error_rate", 0.0) * values.get("reward/calls", 0.0)):
-        parts.append(f"reward errors {failed}")
+    if failed := values.get("reward/error_rate", 0.0) * values.get("reward/calls", 0.0):
+        parts.append(f"reward errors {failed:.0f}")
     if "timing_s/step" in values:
         parts.append(f"{values['timing_s/step']:5.1f} s")
     if eta_s is not None:
@@ -356,10 +356,10 @@ class Panel:
         """The number of reward errors in the last step, and the text of the last one."""
         if "reward/calls" not in self.values:
             return []
-        calls, rate = int(self.values["reward/calls"]), self.values.get("reward/error_rate", 0.0)
+        calls, rate = self.values["reward/calls"], self.values.get("reward/error_rate", 0.0)
         if not rate:
-            return [_row("errors", f"0 of {calls:,} reward calls")]
-        return [_row("errors", f"{round(rate * calls):,} of {calls:,} reward calls: {self.failure}", style="red")]
+            return [_row("errors", f"0 of {calls:,.0f} reward calls")]
+        return [_row("errors", f"{rate * calls:,.0f} of {calls:,.0f} reward calls: {self.failure}", style="red")]
 
     def _queue(self) -> list[RenderableType]:
         """The content of the sample queue, the engine's weight version, and the staleness of the last step."""

@@ -65,29 +65,15 @@ class TrackedFinding(NamedTuple):
 
 
 class Tracker(Protocol):
-    """Receives copies of the metrics. Trackers in the table are created from a `TrackedRun`."""
+    """Receives copies of the metrics. Trackers in the table are created from a `TrackedRun`. One may also have
+    `samples(step, rows)`, which takes a table of a few samples of a step (in each row the same columns, as texts), and
+    `finding(found)`, which takes a `TrackedFinding`."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take the metrics of one step under flat names; values may be NaN or infinite."""
 
     def close(self) -> None:
         """Finish sending."""
-
-
-class TakesTexts:
-    """A tracker that takes texts as well."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker`."""
-
-    def close(self) -> None:
-        """See `Tracker`."""
-
-    def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
-        """Take a table of a few samples of a step: in each row the same columns, as texts."""
-
-    def finding(self, found: TrackedFinding) -> None:
-        """Take a finding."""
 
 
 class Trackers:
@@ -115,28 +101,20 @@ class Trackers:
         for tracker in self._local:
             tracker.log(step, copy)
         overview = {f"overview/{line.label}": value for line, value in headlines(copy).items()}
-        self._send(lambda tracker: tracker.log(step, {**overview, **copy}))
+        self._send("log", step, {**overview, **copy})
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Pass some of a step's samples to remote trackers: the best, the worst and those between."""
         if self._remote and rows:
-            table = _table(rows)
-            self._send_text(lambda tracker: tracker.samples(step, table))
+            self._send("samples", step, _table(rows))
 
     def finding(self, found: TrackedFinding) -> None:
         """Pass a finding to remote trackers."""
-        self._send_text(lambda tracker: tracker.finding(found))
+        self._send("finding", found)
 
-    def _send_text(self, call: Callable[[TakesTexts], None]) -> None:
-        def send(tracker: Tracker) -> None:
-            if isinstance(tracker, TakesTexts):
-                call(tracker)
-
-        self._send(send)
-
-    def _send(self, call: Callable[[Tracker], None]) -> None:
+    def _send(self, name: str, *what: object) -> None:
         for thread in self._remote:
-            thread.put(call)
+            thread.put(lambda tracker: getattr(tracker, name, lambda *_: None)(*what))
 
     def close(self) -> None:
         """Close all; those not done within `close_timeout_s` are abandoned and reported."""
@@ -283,7 +261,7 @@ def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
 _PLAIN = {ord(sign): f"&#{ord(sign)};" for sign in "|\\`*_[]~"} | {ord("\n"): "<br>", ord("\r"): ""}
 
 
-class TensorBoardTracker(TakesTexts):
+class TensorBoardTracker:
     """One scalar per metric name; `tensorboard --logdir RUN/tensorboard` shows them. Only the package `tensorboard`
     writes event files: neither TensorFlow nor torch is loaded."""
 
@@ -325,7 +303,7 @@ class TensorBoardTracker(TakesTexts):
         self._writer.close()
 
 
-class _TrackerRun(TakesTexts):
+class _TrackerRun:
     """The base of trackers whose run takes the metrics of a step, and is finished."""
 
     _run: Any
@@ -400,7 +378,7 @@ class TrackioTracker(_TrackerRun):
         )
 
 
-class MlflowTracker(TakesTexts):
+class MlflowTracker:
     """One run of MLflow for each run folder, which a resumed run continues. Without MLFLOW_TRACKING_URI it is in the
     folder: `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db`."""
 
@@ -464,12 +442,18 @@ class SwanlabTracker(_TrackerRun):
         )
 
 
-class Webhook(TakesTexts):
+class Webhook:
     """Posts each finding as a JSON object to an address; chats show its `text`. An answer that is no success is tried
     again twice, then it fails, as trackers do; no redirect is followed."""
 
     def __init__(self, address: str, run: TrackedRun):
         self._address, self._run = address, run
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Post nothing."""
+
+    def close(self) -> None:
+        """Nothing waits."""
 
     def finding(self, found: TrackedFinding) -> None:
         """Post it."""

@@ -12,14 +12,6 @@ function go(page, params) {
   location.assign(address(page, params));
 }
 
-// A table of texts, numbers and nodes. columns: label and what a row shows.
-function table(label, columns, rows) {
-  const head = el("tr", {}, ...columns.map(([name]) => el("th", { scope: "col" }, inert(name))));
-  const cell = (value) => el("td", {}, value instanceof Node ? value : typeof value === "number" ? number(value) : inert(value ?? ""));
-  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, el("table", { class: "keys rows" }, el("thead", {}, head),
-    el("tbody", {}, ...rows.map((row) => el("tr", {}, ...columns.map(([, show]) => cell(show(row))))))));
-}
-
 // A table of records as the server sends them: all columns that have a value.
 function plainTable(title, records) {
   if (!records.length) return [el("h3", {}, inert(title))];
@@ -283,28 +275,10 @@ function showComparison() {
 }
 
 // Anything else? What is asked most often is there to choose.
-const QUERIES = {
-  "the reward": "select step, value as reward from metrics where key = 'reward/mean_score' and kind = 'train' order by step",
-  "which sample made the slowest step slow?": `select s.run, s.step, s.uid, s.response_length, s.finish_reason, round(g.completed - g.started, 2) as seconds, g.attempts, s.domain
-from groups g join samples s on s.run = g.run and s.group_id = g.group_id and s.step = g.step and s.split = 'train'
-where g.step = (select step from metrics where key = 'timing_s/step' order by value desc limit 1)
-order by g.completed desc, s.response_length desc limit 50`,
-  "why did the reward fall? by step": `select step, avg(score) as score, stddev(score) as spread, avg((finish_reason = 'length')::int) as truncated, avg((score is null)::int) as failed, avg(response_length) / max(max(response_length)) over () as length
-from samples where split = 'train' group by step order by step`,
-  "why did the reward fall? what moved with it": `select m.run, m.key, round(corr(m.value, r.value), 3) as correlation from metrics m
-join metrics r on r.run = m.run and r.step = m.step and r.kind = 'train' and r.key = 'reward/mean_score'
-where m.kind = 'train' and isfinite(m.value) and isfinite(r.value) and m.key <> r.key group by all
-having count(*) > 5 and isfinite(correlation) order by abs(correlation) desc limit 40`,
-  "where does the time go?": `select run, kind, cause, round(sum(seconds), 1) as seconds, round(100 * sum(seconds) / sum(sum(seconds)) over (partition by run), 1) as percent
-from invoice group by run, kind, cause order by seconds desc limit 40`,
-  "is the rollout on the new weights?": `select step, min(version) as oldest, max(version) as newest, step - 1 - min(version) as most_stale, count(*) as samples
-from (select step, unnest(from_json(versions, '["BIGINT"]')) as version from samples where split = 'train') group by step order by step`,
-};
-
 function showSql() {
   const box = el("textarea", { rows: 4, spellcheck: "false", "aria-label": "one SELECT statement", onkeydown: (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) ask(); } });
-  box.value = state("query") || QUERIES["the reward"];
-  const ready = Object.entries(QUERIES).map(([name, query]) => el("button", { type: "button", onclick: () => { box.value = query; ask(); } }, name));
+  box.value = state("query") || data.questions.reward[1];
+  const ready = Object.values(data.questions).map(([question, query]) => el("button", { type: "button", onclick: () => { box.value = query; ask(); } }, question));
   const answer = el("div", {});
   const ask = () => {
     keepState({ query: box.value });

@@ -24,8 +24,5 @@ function showDomains() {
     ["reward errors", failed],
     ["groups dropped", (row) => dropped(row.dropped)],
   ].filter(([, value]) => domains.some((row) => value(row) !== "–"));
-  const head = ["domain", ...columns.map(([name]) => name)].map((name) => el("th", { scope: "col" }, name));
-  section.querySelector("thead").replaceChildren(el("tr", {}, ...head));
-  section.querySelector("tbody").replaceChildren(...domains.map((row) => el("tr", {}, el("th", { scope: "row" }, inert(row.name)),
-    ...columns.map(([, value]) => el("td", {}, value(row))))));
+  section.querySelector(".rows").replaceChildren(table("Domains", [["domain", (row) => row.name], ...columns], domains));
 }

@@ -18,10 +18,9 @@ function showInvoice() {
   const total = price === null ? "" : ` They cost ${money(invoice.seconds)} (cost.gpu_hour=${price}).`;
   figure.querySelector("figcaption").textContent =
     `A bar is a step: the time of all devices (${invoice.devices}), ${seconds(invoice.seconds)} in the whole figure.${total} Point at it to see the causes.`;
-  const head = ["", "what, or waiting for what", "time", "share", ...(price === null ? [] : ["costs"])];
-  figure.querySelector("thead").append(el("tr", {}, ...head.map((name) => el("th", { scope: "col" }, name))));
-  figure.querySelector("tbody").append(...invoice.causes.map(({ kind, cause, seconds: time }) => el("tr", {},
-    el("th", { scope: "row" }, kind), ...[inert(cause), seconds(time), percent(time / invoice.seconds), ...(price === null ? [] : [money(time)])].map((cell) => el("td", {}, cell)))));
+  const columns = [["", ({ kind }) => kind], ["what, or waiting for what", ({ cause }) => cause], ["time", (row) => seconds(row.seconds)],
+    ["share", (row) => percent(row.seconds / invoice.seconds)], ...(price === null ? [] : [["costs", (row) => money(row.seconds)]])];
+  figure.append(table("Causes", columns, invoice.causes));
 }
 
 function drawInvoice({ steps, causes }, kinds) {

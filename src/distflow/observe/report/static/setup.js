@@ -17,13 +17,11 @@ function showSetup() {
   place.replaceChildren();
   if (data.changed && !data.changed.length) place.append(el("p", { class: "lead" }, `The preset ${data.preset} as it is.`));
   if (data.changed && data.changed.length) {
-    const row = (change) => el("tr", {}, el("th", { scope: "row" }, inert(change.key)), el("td", { class: "was" }, inert(change.before)),
-      el("td", {}, inert(change.now)), el("td", { class: "where" }, inert(change.where)));
-    const head = ["key", data.preset ? "in the preset" : "default", "here", "set by"].map((name) => el("th", { scope: "col" }, name));
+    const was = (change) => el("span", { class: "was" }, inert(change.before));
     place.append(
       el("p", { class: "lead" }, data.preset ? `What differs from the preset ${data.preset}:` : "What differs from the defaults:"),
-      el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Changed keys" },
-        el("table", { class: "keys" }, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...data.changed.map(row)))));
+      table("Changed keys", [["key", (change) => change.key], [data.preset ? "in the preset" : "default", was], ["here", (change) => change.now],
+        ["set by", (change) => change.where]], data.changed, "keys"));
   }
   if (data.config) {
     byId("config").hidden = false;

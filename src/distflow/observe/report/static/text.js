@@ -79,6 +79,15 @@ function seconds(value) {
   return value >= 100 ? `${Math.round(value)} s` : `${Number(value.toPrecision(value < 1 ? 2 : 3))} s`;
 }
 
+// A table of texts, numbers and nodes. columns: label and what a row shows; a text in the first names the row.
+function table(label, columns, rows, kind = "keys rows") {
+  const head = el("tr", {}, ...columns.map(([name]) => el("th", { scope: "col" }, inert(name))));
+  const cell = (value, place) => typeof value === "string" && !place ? el("th", { scope: "row" }, inert(value))
+    : el("td", {}, value instanceof Node ? value : typeof value === "number" ? number(value) : inert(value ?? ""));
+  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, el("table", { class: kind }, el("thead", {}, head),
+    el("tbody", {}, ...rows.map((row) => el("tr", {}, ...columns.map(([, show], place) => cell(show(row), place)))))));
+}
+
 function swatch(color, label, extra) {
   const node = el("span", { class: "swatch" }, inert(label), extra ? el("b", {}, extra) : "");
   node.style.setProperty("--c", color);

@@ -2,10 +2,10 @@
 
 import pytest
 
+from distflow.commands.step_lineage import step_lineage
 from distflow.errors import UserError
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.ledger import Ledger, LedgerError
-from distflow.scheduling.lineage import step_lineage
 from distflow.scheduling.row_order_and_step_sizes import DataPlan, place
 from tests.ledger_audit import verify
 
@@ -134,7 +134,7 @@ def test_a_run_that_goes_on_in_another_folder(tmp_path):
             coordinator.complete(group_id.group_id, 5)
         coordinator.release(1)
     inherited, again = step_lineage(path, 2).groups
-    assert (inherited.group_id, inherited.row, inherited.version, inherited.attempts) == (2, None, 0, ())
+    assert (inherited.group_id, inherited.row, inherited.version, inherited.attempts) == (2, None, 0, [])
     assert (again.group_id, again.row, len(again.attempts)) == (3, place(3, 10, 1, True)[1], 1)
     with pytest.raises(UserError, match="those before 2 are in the folder of the run that it resumes from"):
         step_lineage(path, 1)
