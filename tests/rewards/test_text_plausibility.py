@@ -206,11 +206,11 @@ PADDING = [
 SHORT = ["Yes.", "No.", "Paris", "Mount Everest", "Ja, natürlich.", "巴黎", "Париж", "In 1969"]
 SHORT_WORDS = [
     ("keywords:existence", {"keywords": ["cat", "dog"]}, "cat dog it is so we go"),
-    ("keywords:letter_frequency", {"letter": "e", "let_frequency": 6, "let_relation": "at least"}, "he me we be see to it"),
+    ("change_case:english_lowercase", {}, "he me we be see to it"),
     ("language:response_language", {"language": "de"}, "der die das ein wir ist so da zu"),
-    ("length_constraints:number_sentences", {"num_sentences": 4, "relation": "at least"}, "Go on. Go up. Go in. Go by."),
+    ("length_constraints:number_sentences", {"num_sentences": 4, "relation": "at least"}, "Go on. Go up. Go by. Go."),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "it is so\n***\nwe go up"),
-    ("length_constraints:number_words", words(20), "one two six ten red big hot sun sea sky cat dog run fun man car bus hat mat rat"),
+    ("length_constraints:number_words", words(20), "one two six ten red big hot sun sea sky " * 2),
     ("detectable_format:number_bullet_lists", {"num_bullets": 3}, "* it is\n* we go\n* so do"),
     ("detectable_format:json_format", {}, '{"it": "is", "we": "go", "so": "do it"}'),
     ("combination:two_responses", {}, "it is so\n******\nwe go up"),
