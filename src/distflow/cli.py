@@ -106,7 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with sanitized_output(), interruptible():
             quiet_libraries()
             arguments = _parse(argv)
-            if COMMANDS[arguments.command].runs_code or getattr(arguments, "trust_code", False):
+            handed = (
+                getattr(arguments, "preset", None) or getattr(arguments, "model", None) or ""
+            )  # maybe a run's folder
+            runs_code = COMMANDS[arguments.command].runs_code and not os.path.isdir(handed)
+            if runs_code or getattr(arguments, "trust_code", False):
                 sys.path.insert(0, "")  # a user's "module:function" is searched in the current folder first
             try:
                 status = int(arguments.run(arguments))

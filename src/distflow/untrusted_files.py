@@ -9,13 +9,16 @@ import hashlib
 import os
 import pwd
 import re
+import signal
 import stat
 import sys
+import threading
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from glob import glob
 from io import BufferedReader
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from distflow.errors import UserError
@@ -29,7 +32,12 @@ MAX_JSON_VALUES: Final = 4_000_000
 
 MAX_YAML_BYTES: Final = 200_000
 MAX_SOURCE_BYTES: Final = 4 * 2**20
+MAX_HEADER_BYTES: Final = 8 * 2**20
+"""Of safetensors: about 80,000 names, each of which takes 2 kB."""
+
 _MAX_YAML_VALUES: Final = 20_000
+
+CPU_LIMIT_S, _REPEAT_S = 1.5, 0.1
 
 _POINTER: Final = b"version https://git-lfs.github.com/"
 
@@ -88,6 +96,16 @@ def open_file(path: Path, folder: Path | None = None, max_bytes: int | None = No
 def check_file(path: Path, folder: Path | None = None, max_bytes: int | None = None) -> Path:
     """The path of a file that `open_file` would open, for a library that reads it by name. Raises OSError."""
     open_file(path, folder, max_bytes).close()
+    return path
+
+
+def check_tensors(path: Path, folder: Path | None = None) -> Path:
+    """The path of a file of safetensors whose header can be parsed in little memory. Raises OSError."""
+    with open_file(path, folder) as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > MAX_HEADER_BYTES and file.seek(0, os.SEEK_END) > size:  # else it is cut off or no such file
+            why = f"its header has {size:,} bytes, but at most {MAX_HEADER_BYTES:,} are read"
+            raise OSError(errno.EFBIG, why, str(path))
     return path
 
 
@@ -179,3 +197,30 @@ def load_image(path: str) -> Any:
 def image_hash(image: Any) -> str:
     """Of the size and the pixels of an image of Pillow, in RGB."""
     return hashlib.sha256(b"%d %d RGB\n" % image.size + image.tobytes()).hexdigest()
+
+
+class OutOfTime(BaseException):
+    """Not an Exception, because parsers catch those."""
+
+
+@contextmanager
+def limited_time(seconds: float = CPU_LIMIT_S) -> Iterator[None]:
+    """Raises OutOfTime after this much CPU time of this process, so that a busy machine changes no score.
+
+    Works only in the main thread, like signals; elsewhere there is no limit. Reward workers have
+    their pool's deadline too, for C code that holds the interpreter lock.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGVTALRM, _raise_out_of_time)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _REPEAT_S)  # repeated: exceptions in destructors are lost
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, previous or signal.SIG_DFL)
+
+
+def _raise_out_of_time(signum: int, frame: FrameType | None) -> None:
+    raise OutOfTime

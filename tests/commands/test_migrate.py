@@ -113,3 +113,16 @@ def test_a_config_of_ours_is_not_taken_for_another_systems(tmp_path: Path, capsy
     assert "it is a config of distflow already" in capsys.readouterr().err
     file.write_text(file.read_text().replace("grpo", "ppo_trainer"))
     assert main(["migrate", str(file)]) == 0
+
+
+def test_a_text_or_list_that_doubles_is_not_read(tmp_path: Path) -> None:
+    from distflow.commands.migration.read_files import read_foreign
+
+    file = tmp_path / "script.py"
+    for first in ("'aaaaaaaaaa'", "[1]"):
+        doubled = f"x = {first}\n" + "x = x + x\n" * 60
+        file.write_text(
+            f"from trl import GRPOConfig, GRPOTrainer\n{doubled}args = GRPOConfig(output_dir=x, learning_rate=1e-5)\n"
+            "GRPOTrainer(model='m', args=args, reward_funcs=[f], train_dataset=d).train()\n"
+        )
+        assert len(repr(read_foreign(file))) < 10**6

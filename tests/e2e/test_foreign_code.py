@@ -5,12 +5,17 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distflow import cli
+from distflow.config import load_config
+from distflow.launch.export_checkpoint import write_config_of
 from distflow.launch.user_code_trust import named_code
+from distflow.runtime.checkpoint.files import describe, read_manifest, write_manifest, write_part
 from tests.e2e.runs import Playground
 from tests.launch.test_replay_nonfinite_update import make_bundle
 from tests.user_code import forgotten
@@ -160,6 +165,44 @@ def test_replay_runs_no_code_of_the_model_unless_asked(
     assert not trap.sprung and "evil.py:EvilModel" in capsys.readouterr().err
 
 
+def edit_config(run: Path, **changes: Any) -> None:
+    """Of the config in the run's checkpoint, by group; the manifest follows."""
+    (folder,) = (run / "checkpoints").glob("step-*")
+    content = json.loads((folder / "run.json").read_text())
+    for group, values in changes.items():
+        content["config"][group] |= values
+    write_part(folder, "run", content)
+    manifest = read_manifest(folder)
+    write_manifest(folder, replace(manifest, files={name: describe(folder / name) for name in manifest.files}))
+
+
+def test_eval_and_chat_run_no_code_of_a_run_unless_asked(
+    ground: Playground, trap: Trap, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cheap = [each for each in ground.overrides("run", *CHEAP, "trainer.save_freq=1") if "custom" not in each]
+    assert cli.main(["train", "grpo", *cheap, "reward.functions={default: [length]}"]) == 0
+    run, rows, evil = ground.folder / "run", ground.folder / "rows.jsonl", ground.folder / "evil.py"
+    evaluate = ["eval", str(run), f"data.val_files={rows}", f"--to={ground.folder}/out"]
+    evil.write_text(trap.code + "def compute_score(**_): return 0.0\n")
+    judge = {"name": "judge", "options": {"model": "m", "base_url": "http://localhost:9/v1", "key_variable": "KEY"}}
+    for changes, named in (
+        ({"reward": {"functions": {"default": [judge]}}}, "judge at http://localhost:9/v1"),
+        ({"trainer": {"imports": ["evil"]}}, "trainer.imports: evil"),
+        ({"reward": {"functions": {"default": [{"name": f"{evil}:compute_score"}]}}}, evil),
+    ):
+        edit_config(run, **changes)
+        assert cli.main(evaluate) == 2
+        err = capsys.readouterr().err
+        assert not trap.sprung and str(named) in err and "--trust-code" in err
+    assert cli.main(["chat", str(run)]) == 2 and "trainer.imports: evil" in capsys.readouterr().err
+    edit_config(run, trainer={"imports": []})
+    assert cli.main([*evaluate, "--trust-code"]) == 0 and trap.sprung
+    monkeypatch.setenv("SECRET", "secret of the user")
+    edit_config(run, data={"system_prompt": "${oc.env:SECRET}", "prompt_format": "chat"})
+    written = write_config_of(run, ground.folder / "c.yaml", print, trust_code=True)
+    assert load_config(str(written), complete=False).config.data.system_prompt == "${oc.env:SECRET}"
+
+
 GROUP = """
 from dataclasses import dataclass
 from distflow.config import register_config_group
@@ -222,6 +265,7 @@ def test_verifiers_that_are_named_by_their_place_are_code_of_the_config(ground: 
         (("report", "."), 0),
         (("config", "grpo"), 0),
         (("export", ".", "--to", "out"), 2),
+        (("eval", "."), 2),
     ],
 )
 def test_modules_in_the_folder_that_is_looked_at_stand_for_no_others(

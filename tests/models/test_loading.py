@@ -221,3 +221,66 @@ def test_a_model_may_lie_in_an_installed_package_which_is_not_imported(
     for name in ("no_such_package", "package_with_weights.inner", ""):
         with pytest.raises(UserError, match="is not installed"):
             resolve_path(f"package:{name}")
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("config.json", {"num_hidden_layers": 10**9}, "'num_hidden_layers' is more than 2,000"),
+        ("config.json", {"num_labels": 10**9}, "'num_labels' is more than 100,000"),
+        ("config.json", {"rope_parameters": {"factor": [10**400]}}, "'factor' is more than 9,223,"),
+        ("config.json", {"hidden_size": 10**6}, "config.json implies [0-9,]{9,} weights"),
+        ("model.safetensors.index.json", {"weight_map": {"x": "../x.safetensors"}}, "names weights of another folder"),
+        ("model.safetensors.index.json", {"weight_map": {"x": "/dev/zero"}}, "names weights of another folder"),
+    ],
+)
+def test_a_folder_that_would_take_all_memory_or_lead_elsewhere_is_refused(
+    folder: Path, file: str, changes: dict[str, object], message: str
+) -> None:
+    if not (folder / file).exists():
+        (folder / file).write_text("{}")
+    edit_json(folder / file, **changes)
+    with pytest.raises(UserError, match=message):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("part", "state"),
+    [
+        ("normalizer", {"type": "Prepend", "prepend": "a" * 2000}),
+        (
+            "post_processor",
+            {
+                "type": "TemplateProcessing",
+                "single": [{"Sequence": {"id": "A", "type_id": 0}}]
+                + [{"SpecialToken": {"id": "x", "type_id": 0}}] * 9000,
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+                "special_tokens": {"x": {"id": "x", "ids": [0], "tokens": ["<pad>"]}},
+            },
+        ),
+    ],
+)
+def test_a_tokenizer_that_adds_too_much_is_refused(folder: Path, part: str, state: dict[str, object]) -> None:
+    edit_json(folder / "tokenizer.json", **{part: state})
+    with pytest.raises(UserError, match=f"the {part} of the tokenizer"):
+        load_tokenizer(folder)
+
+
+def test_a_tokenizer_that_adds_many_tokens_is_refused_and_its_largest_length_may_be_unbounded(folder: Path) -> None:
+    edit_json(folder / "tokenizer_config.json", model_max_length=10**30)
+    load_tokenizer(folder)
+    edit_json(folder / "tokenizer_config.json", extra_special_tokens={f"t{i}_token": f"<{i}>" for i in range(60_000)})
+    with pytest.raises(UserError, match="'extra_special_tokens' has 60,000 entries"):
+        load_tokenizer(folder)
+    edit_json(folder / "tokenizer_config.json", extra_special_tokens={}, model_max_length="x")
+    with pytest.raises(UserError, match="model_max_length 'x'"):
+        load_tokenizer(folder)
+
+
+def test_code_of_a_model_is_not_asked_about(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`transformers` would ask in the terminal whether to run it."""
+    edit_json(folder / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Evil"})
+    edit_json(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    (folder / "processor_config.json").write_text("{}")
+    monkeypatch.setattr("builtins.input", lambda text: pytest.fail(text))
+    load_tokenizer(folder)

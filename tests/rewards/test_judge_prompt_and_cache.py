@@ -8,10 +8,19 @@ from distflow.errors import UserError
 from distflow.rewards.judge_prompt_and_cache import fill_template, judge_template, score_at_end
 
 GOOD = '{"reason": "it is {right}", "score": 0.5}'
+OTHER = '{"reason": "it is wrong", "score": 0}'
 
 
 @pytest.mark.parametrize(
-    "answer", [GOOD, f" {GOOD}\n", f"<think>{{a}} {GOOD} or</think> so\n{GOOD}", f"```json\n{GOOD}\n```"]
+    "answer",
+    [
+        GOOD,
+        f" {GOOD}\n",
+        f"<think>{{a}} {GOOD} or</think> so\n{GOOD}",
+        f"```json\n{GOOD}\n```",
+        f"<think>perhaps {OTHER}</think>{GOOD}",
+        f"{GOOD} or again {GOOD}",
+    ],
 )
 def test_an_answer_ends_with_its_score(answer: str) -> None:
     assert score_at_end(answer) == {"reason": "it is {right}", "score": 0.5}
@@ -28,6 +37,9 @@ def test_an_answer_ends_with_its_score(answer: str) -> None:
         '{"score": 1}',
         '{"reason": "x", "score": 1.5}',
         "{" * 3000,
+        f"{OTHER} The response ends with {GOOD}",
+        f"{GOOD}\n{OTHER}",
+        f'{GOOD} {{"reason": "no score"}}',
     ],
 )
 def test_any_other_answer_is_no_score(answer: str) -> None:

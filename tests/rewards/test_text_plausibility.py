@@ -204,6 +204,29 @@ PADDING = [
     ),
 ]
 SHORT = ["Yes.", "No.", "Paris", "Mount Everest", "Ja, natürlich.", "巴黎", "Париж", "In 1969"]
+SHORT_WORDS = [
+    ("keywords:existence", {"keywords": ["cat", "dog"]}, "cat dog it is so we go"),
+    ("change_case:english_lowercase", {}, "he me we be see to it"),
+    ("language:response_language", {"language": "de"}, "der die das ein wir ist so da zu"),
+    ("length_constraints:number_sentences", {"num_sentences": 4, "relation": "at least"}, "Go on. Go up. Go by. Go."),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "it is so\n***\nwe go up"),
+    ("length_constraints:number_words", words(20), "one two six ten red big hot sun sea sky " * 2),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 3}, "* it is\n* we go\n* so do"),
+    ("detectable_format:json_format", {}, '{"it": "is", "we": "go", "so": "do it"}'),
+    ("combination:two_responses", {}, "it is so\n******\nwe go up"),
+    ("change_case:english_capital", {}, "IT IS SO AND WE GO UP TO IT"),
+]  # fmt: skip
+OF_SHORT_WORDS = [
+    "The cat sat on the mat.",
+    "I am at home and the sky is grey today.",
+    "It is hot and dry so we go to the sea for a swim.",
+    "Yo sé que tú no vas a ir.",
+    "Ik zag de kat in de hut.",
+    "Trời mưa to nên tôi ở nhà đọc sách và uống trà.",
+    "See Spot run. Run Spot run. Spot sees Jane.",
+    "To be or not to be: that is the question.",
+    "Dr. Li is in. He can see you at 4.",
+]
 LANGUAGES = {
     "ar": "عاصمة فرنسا هي باريس وهي مدينة جميلة على نهر السين.",
     "bg": "Столицата на Франция е Париж и тя лежи на река Сена.",
@@ -305,6 +328,16 @@ def test_a_short_answer_is_a_word_and_a_tenth_of_what_is_allowed():
 def test_one_text_many_times_is_none():
     sentence = "We went to the old river with our boat. "
     assert is_text(sentence, []) and is_text(sentence * 2, []) and not is_text(sentence * 20, [])
+
+
+@pytest.mark.parametrize(("name", "arguments", "response"), SHORT_WORDS, ids=[name for name, *_ in SHORT_WORDS])
+def test_words_of_two_or_three_letters_alone_are_no_text(name, arguments, response):
+    assert score(response, name, arguments, strict=False) == 1.0 and score(response, name, arguments) == 0.0
+
+
+def test_honest_responses_have_many_short_words():
+    assert [text for text in OF_SHORT_WORDS if not is_text(text, [])] == []
+    assert score("A clock.\n******\nA river, since it runs but never walks.", "combination:two_responses", {}) == 1.0
 
 
 def test_a_long_response_is_read_in_little_time():

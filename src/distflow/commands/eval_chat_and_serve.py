@@ -7,7 +7,7 @@ import asyncio
 import os
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from distflow import __version__
 from distflow.commands.arguments_and_run_folders import (
     RUNS,
     add_preset_arguments,
+    add_trust_argument,
     at_least,
     importing,
     listen,
@@ -41,9 +42,13 @@ _EVAL_ONLY = (
 )
 
 
+_OF_RUN = "a run's own config names"
+
+
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     add_preset_arguments(parser, what="a preset's name, a YAML file, or the folder of a run or of a checkpoint")
     parser.add_argument("--to", metavar="DIR", help="folder for responses and report; default: runs/evals/NAME-NUMBER")
+    add_trust_argument(parser, _OF_RUN)
 
 
 def run_eval(arguments: argparse.Namespace) -> int:
@@ -54,7 +59,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     say(f"distflow {__version__} · evaluating {arguments.preset}")
     # Encoded prompts go to a temporary folder: a run may be writing to the config's.
     with TemporaryDirectory() as folder:
-        loaded = _load(arguments.preset, arguments.overrides, Path(folder))
+        loaded = _load(arguments, Path(folder), say)
         for line in loaded.notes:
             say(line)
         with rewards_ahead(loaded.config):
@@ -101,17 +106,19 @@ def _write(target: Path, title: str, config: "Config", found: "Evaluation") -> P
     return write_report(target)
 
 
-def _load(preset: str, overrides: list[str], folder: Path) -> "Loaded":
+def _load(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> "Loaded":
     """Raises UserError if there is no model to evaluate, or no data."""
     from distflow.config import load_config
     from distflow.config.compose.check_paths import NEEDED_TO_EVALUATE
     from distflow.config.derived_settings import validates
 
+    preset = arguments.preset
     if Path(preset).expanduser().is_dir():
         from distflow.launch.export_checkpoint import write_config_of
 
-        preset = str(write_config_of(Path(preset), folder / "config_of_the_run.yaml"))
-    overrides = [*overrides, *_EVAL_ONLY, f"trainer.default_local_dir={folder}/run"]
+        file = folder / "config_of_the_run.yaml"
+        preset = str(write_config_of(Path(preset), file, say, trust_code=arguments.trust_code))
+    overrides = [*arguments.overrides, *_EVAL_ONLY, f"trainer.default_local_dir={folder}/run"]
     loaded = load_config(preset, overrides, complete=False, needed=NEEDED_TO_EVALUATE)
     if not (data := loaded.config.data).domains:
         data = replace(data, train_files=data.val_files)
@@ -131,6 +138,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=partial(at_least, 1), metavar="N", help="of a response; default: 512")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy; default: as in the config")
     parser.add_argument("--plain", action="store_true", help="do not use the chat template: each line is a prompt")
+    add_trust_argument(parser, _OF_RUN)
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
@@ -140,7 +148,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
     with importing():
         from distflow.launch.model_without_run import ChatOptions, load_chat
 
-    options = ChatOptions(arguments.max_tokens, arguments.temperature, arguments.plain)
+    options = ChatOptions(arguments.max_tokens, arguments.temperature, arguments.plain, arguments.trust_code)
     with TemporaryDirectory() as folder:
         chat = load_chat(arguments.model, arguments.overrides, options, Path(folder), note)
     note(f"{'with its chat template' if chat.has_template else 'each line is a prompt, as plain text'}; Ctrl-D ends")
@@ -179,6 +187,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key", metavar="KEY", help=f"key that clients must send; default: ${_KEY}, or a random key, printed once"
     )
+    add_trust_argument(parser, _OF_RUN)
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
@@ -198,6 +207,6 @@ def run_serve(arguments: argparse.Namespace) -> int:
             say(f"OPENAI_API_KEY={key}")
 
     with TemporaryDirectory() as folder, suppress(KeyboardInterrupt):
-        config = load_config_of(arguments.model, arguments.overrides, Path(folder), say)
+        config = load_config_of(arguments.model, arguments.overrides, Path(folder), say, arguments.trust_code)
         asyncio.run(serve(config, arguments.model, key, listening, report))
     return 0

@@ -22,7 +22,7 @@ from torch import Tensor
 from distflow.data.sample import Sample
 from distflow.device_transfer import send
 from distflow.graph.fields import ALIASES, DERIVED, TOKEN_AXES, Axis, Field, find_field
-from distflow.untrusted_files import check_file
+from distflow.untrusted_files import check_tensors
 
 Column = Tensor | list[object]
 Written = Tensor | NDArray[np.generic] | Sequence[object]
@@ -263,7 +263,7 @@ class Batch:
     def is_saved(path: Path) -> bool:
         """Whether `save` wrote the file, by its header."""
         try:
-            with safe_open(check_file(path, path.parent), "pt") as file:
+            with safe_open(check_tensors(path, path.parent), "pt") as file:
                 return bool(file.metadata() == _SAVED)
         except (OSError, SafetensorError):
             return False
@@ -271,7 +271,7 @@ class Batch:
     @staticmethod
     def load(path: Path) -> "Batch":
         """Read what `save` wrote."""
-        return Batch.from_tensors(load_file(check_file(path, path.parent)))
+        return Batch.from_tensors(load_file(check_tensors(path, path.parent)))
 
     def to_tensors(self) -> dict[str, Tensor]:
         """The whole batch as tensors by name; objects and fields as JSON in bytes.

@@ -5,6 +5,7 @@ without the other run."""
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -27,7 +28,7 @@ from distflow.config.keys.schema import with_values
 from distflow.config.keys.trainer_async_dag import FIRST_POLICY
 from distflow.errors import UserError
 from distflow.launch.configured_models import copy_weights, load_policy, tokenizer_loader
-from distflow.launch.user_code_trust import model_code, only_if_trusted, without_model_code
+from distflow.launch.user_code_trust import code_of_run, model_code, only_if_trusted, without_model_code
 from distflow.models.image_inputs import images_of
 from distflow.models.loading import quiet_transformers
 from distflow.models.lora import has_adapter, named_weights, unwrapped
@@ -157,14 +158,17 @@ def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
     return replace(loaded, config=with_values(config, changes))
 
 
-def write_config_of(run: Path, file: Path) -> Path:
+def write_config_of(run: Path, file: Path, say: Say, *, trust_code: bool, generates_only: bool = False) -> Path:
     """Write the config of a run or checkpoint as YAML, with its policy as the model: keys for loading the run's initial
-    model are reset. Raises UserError if there is none."""
+    model are reset. Raises UserError if there is none, or if it names code and `trust_code` is off (`code_of_run`)."""
     if (run / "config.json").is_file():
         raise UserError(f"{run} is a model: choose a preset: distflow eval PRESET actor_rollout_ref.model.path={run}")
     checkpoint = policy_checkpoint(run)
     with checkpoint.reading():
-        values = dict(checkpoint.load("run")["config"])
+        # `${` of a stored value is text, as it was when the run began: it must not read this user's environment.
+        stored = re.sub(r"((?:\\\\)*)\$\{", r"\1\1\\\\${", json.dumps(checkpoint.load("run")["config"]))
+        values = json.loads(stored)
+        only_if_trusted(code_of_run(config_of_run(values), generates_only), trust_code, say)
         begun = {"path": str(run), "tokenizer_path": None, "init": "pretrained", "gguf_file": None, "revision": None}
         values["actor_rollout_ref"]["model"] |= begun
     file.write_text(yaml.safe_dump(values, sort_keys=False), "utf-8")

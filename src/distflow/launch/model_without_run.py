@@ -43,11 +43,12 @@ EXACT = 1e-4
 @dataclass(frozen=True)
 class ChatOptions:
     """max_tokens: of a response; None for MAX_TOKENS, or half of a shorter context. temperature: 0 is greedy, None the
-    config's. plain: no chat template."""
+    config's. plain: no chat template. trust_code: code that a run's config names may run."""
 
     max_tokens: int | None
     temperature: float | None
     plain: bool
+    trust_code: bool
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,15 @@ class Chat:
         return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 
-def load_config_of(path: str, overrides: list[str], folder: Path, note: Callable[[str], None]) -> Config:
+def load_config_of(
+    path: str, overrides: list[str], folder: Path, note: Callable[[str], None], trust_code: bool
+) -> Config:
     """The config of a run, with its policy as the model, or preset `grpo` with a model. Arguments as for
     `load_chat`."""
     file = folder / "config.yaml"
     (folder / "run").mkdir()
     if is_of_a_run(path):
-        write_config_of(Path(path), file)
+        write_config_of(Path(path), file, note, trust_code=trust_code, generates_only=True)
     else:
         values = {"defaults": ["grpo", "_self_"], "actor_rollout_ref": {"model": {"path": path}}}
         file.write_text(yaml.safe_dump(values), "utf-8")
@@ -108,7 +111,7 @@ def load_chat(path: str, overrides: list[str], options: ChatOptions, folder: Pat
     """
     if (given := options.temperature) is not None and given < 0:
         raise UserError(f"--temperature {given:g}: it must be 0 (greedy) or more")
-    config, is_run = load_config_of(path, overrides, folder, note), is_of_a_run(path)
+    config, is_run = load_config_of(path, overrides, folder, note, options.trust_code), is_of_a_run(path)
     tokenizer, context, data = tokenizer_loader(config)(), policy_limits(config).context, config.data
     has_template = data.prompt_format == "chat" if is_run else bool(tokenizer.chat_template)
     max_tokens = options.max_tokens or min(MAX_TOKENS, (context or 2 * MAX_TOKENS) // 2)

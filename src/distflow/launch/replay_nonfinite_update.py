@@ -28,7 +28,7 @@ from distflow.planning.plan import RankPlan
 from distflow.runtime.resources import build_resources
 from distflow.training.engine import LossFn
 from distflow.training.torch_engine import TorchTrainEngine
-from distflow.untrusted_files import MAX_YAML_BYTES, check_file, load_yaml, read_file
+from distflow.untrusted_files import MAX_YAML_BYTES, check_tensors, load_yaml, read_file
 
 ROLES = ("actor", "critic")
 
@@ -57,8 +57,8 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
         role, step, metrics = str(facts["role"]), int(facts["step"]), dict(facts["metrics"])  # type: ignore[arg-type]
         if role not in ROLES:
             raise ValueError(f"{FACTS} names the role {role!r}")
-        batch = Batch.load(check_file(bundle / BATCH, bundle))
-        weights = load_file(check_file(bundle / WEIGHTS, bundle))
+        batch = Batch.load(bundle / BATCH)
+        weights = load_file(check_tensors(bundle / WEIGHTS, bundle))
     code, notes = [*algorithm_code(config), *model_code(config)], list[str]()
     only_if_trusted(code, trust_code, notes.append)
     yield from notes

@@ -41,6 +41,19 @@ def named_code(config: Config) -> list[str]:
     return [*code, *data_code(config), *model_code(config)]
 
 
+def code_of_run(config: Config, generates_only: bool) -> list[str]:
+    """Everything that an evaluation with a run's config would run, and where it would send responses and a key.
+    generates_only: no pipeline and no reward function."""
+    rollout, imports = config.actor_rollout_ref.rollout, config.trainer.imports
+    code = [f"trainer.imports: {name}" for name in imports] + model_code(config)
+    parts = [] if generates_only else [(key, part) for key, _, own in named_rewards(config) for part in own]
+    sent = [(key, f"{part.name} at {url}") for key, part in parts for url in part.options.values() if "://" in str(url)]
+    sent += [("actor_rollout_ref.rollout.url", url) for url in rollout.url]
+    sent += [("actor_rollout_ref.rollout.python", rollout.python)] if rollout.python else []
+    sent += [("actor_rollout_ref.rollout.engine_kwargs", f"{each}") for each in rollout.engine_kwargs.items()]
+    return (code if generates_only else named_code(config)) + [f"{key}: {what}" for key, what in sent]
+
+
 def data_code(config: Config) -> list[str]:
     """The functions that make rows, and the one that weights the domains, which planning a run's data loads."""
     files, own = train_files(config) | val_files(config), config.data.curriculum.function

@@ -6,13 +6,14 @@ it is trusted.
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import EFBIG
 from pathlib import Path
 
 from distflow.builtin_names import MODELS
 from distflow.errors import UserError
 from distflow.hub_id_or_local_path import model_fault, unreachable
-from distflow.observe.crash_safe_files import read_object, unreadable
-from distflow.untrusted_files import check_file
+from distflow.observe.crash_safe_files import parse_object, read_object, unreadable
+from distflow.untrusted_files import check_file, check_tensors, read_file
 
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 BUILTIN_PREFIX = "builtin:"
@@ -113,8 +114,15 @@ def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:
         if file.suffix in (*_TEXTS, *_TENSORS) and not file.is_dir():
             try:
                 check_file(file, max_bytes=_MAX_TEXT_BYTES if file.suffix in _TEXTS else None)
+                if file.suffix == ".safetensors":
+                    check_tensors(file)
+                elif file.name == "tokenizer.json" and read_file(file).count(b'"content"') > _MOST_ADDED:
+                    raise OSError(EFBIG, f"it adds more than {_MOST_ADDED:,} tokens, each of which is searched for")
             except OSError as error:
                 raise unreadable(file, error) from error
+    for file in map(Path(resolved).joinpath, (*_LARGEST, _INDEX, "tokenizer_config.json")):
+        if file.is_file():
+            _check_content(file)
     if not any(any(Path(resolved).glob(pattern)) for pattern in patterns):
         listed = "" if patterns == (what,) else f" ({', '.join(patterns)})"
         new = " (model.init=random makes new ones)" if what == "weights" else ""
@@ -125,7 +133,35 @@ _TEXTS, _TENSORS = (".json", ".jinja", ".txt", ".model"), (".safetensors", ".bin
 _MAX_TEXT_BYTES = 64 * 2**20
 """Twice the size of the largest published tokenizers."""
 
+_MOST_ADDED = 50_000
+"""Tokens that a tokenizer adds to its vocabulary, for each of which a text is searched."""
+
 _NAMING = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+_INDEX = "model.safetensors.index.json"
+_LARGEST = {
+    "config.json": {"num_hidden_layers": 2000, "n_layer": 2000, "num_layers": 2000, "num_labels": 100_000},
+    "adapter_config.json": {"r": 16_384},
+}
+"""Above the largest published; `transformers` and `peft` would build as much as the file says before they read any
+weights."""
+
+
+def _check_content(file: Path) -> None:
+    """Raises UserError if libraries that read the file would take all memory or time, or read files elsewhere."""
+    found = parse_object(read_file(file, max_bytes=_MAX_TEXT_BYTES)) or {}
+    weights = found.get("weight_map")
+    for name in set(map(str, weights.values())) if isinstance(weights, dict) else ():
+        if name != Path(name).name:
+            raise UserError(f"'{file}' names weights of another folder: {name[:200]!r}")
+    values, most = list(found.items()), _LARGEST.get(file.name)
+    while values:
+        key, value = values.pop()
+        if isinstance(value, dict | list):
+            if len(value) > _MOST_ADDED and file.name != "config.json" and not weights:
+                raise UserError(f"'{file}' is not that of a model: its {key!r:.80} has {len(value):,} entries")
+            values += value.items() if isinstance(value, dict) else [(key, each) for each in value]
+        elif isinstance(value, int) and most is not None and abs(value) > most.get(key, 2**63):
+            raise UserError(f"'{file}' is not that of a model: its {key!r:.80} is more than {most.get(key, 2**63):,}")
 
 
 def code_of(path: str | Path) -> list[str]:

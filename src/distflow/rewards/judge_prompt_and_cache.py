@@ -25,6 +25,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 _OPENING = re.compile("[<\uff1c\ufe64\u226e]")  # the start of a tag, also in other widths, or struck through
+_DECODER = json.JSONDecoder()
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _SHOWN = 200
 
@@ -89,12 +90,18 @@ def read_score(content: object) -> dict[str, object]:
 
 
 def score_at_end(answer: str) -> dict[str, object]:
-    """The score and reason at the end of a text: a model may think before, and fence it. Raises ValueError."""
-    answer = answer.strip().removesuffix("```").strip()
+    """The score and reason at the end of a text: a model may think before, and fence it. Raises ValueError, also if
+    another score precedes: either may be one that the response told the judge to write."""
+    answer = answer.rpartition("</think>")[2].strip().removesuffix("```").strip()
+    scores, last, end = set[object](), 0, 0
     for place in (match.start() for match in re.finditer(r"\{", answer)):
-        with suppress(ValueError):
-            return read_score(answer[place:])
-    return read_score(answer)
+        with suppress(ValueError, RecursionError):
+            if place >= end:
+                last, end = place, _DECODER.raw_decode(answer, place)[1]
+                scores.add(read_score(answer[place:end])["score"])
+    if len(scores) > 1:
+        raise ValueError(f"the judge's reply has several scores: {beginning(answer)}")
+    return read_score(answer[last:])
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:

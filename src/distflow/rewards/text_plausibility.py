@@ -2,9 +2,9 @@
 
 A text has at least `MIN_WORDS` different words, with `MIN_BYTES` letters in total, besides those that its instructions
 force (a keyword, the phrase at its end); a tenth of that if few words are allowed. At most every other word is the
-same, n words have at least √(2n) different ones, and at least a third of the characters are letters or digits. A word
-has two letters and a vowel; in non-Latin scripts any letters form a word, and in scripts without spaces (Chinese, Thai)
-any two neighbours.
+same, n words have at least √(2n) different ones, and at least a third of the characters are letters or digits. Five
+Latin words have 2.25 letters on average, and one of nine has four. A word has two letters and a vowel; in non-Latin
+scripts any letters form a word, and in scripts without spaces (Chinese, Thai) any two neighbours.
 """
 
 import re
@@ -72,9 +72,14 @@ def has_parts(instruction: str, response: str, arguments: Mapping[str, object]) 
     wanted = [value for name, value in arguments.items() if name.startswith("num_")]
     wanted = wanted or [2 if instruction in _BETWEEN else 1]
     found = [" ".join(_RUN.findall(_unforced(part or "", [arguments]))) for part in parts]
-    is_content = _CONTENT.search if instruction not in _BETWEEN else lambda part: len({*_words(part)}) > 1
+    is_content = _CONTENT.search if instruction not in _BETWEEN else _has_words
     filled = [part for part in found if is_content(part)]
     return len(filled if "placeholders" in instruction else set(filled)) >= int(str(wanted[0]))
+
+
+def _has_words(part: str) -> bool:
+    words = {*_words(part)}
+    return len(words) > 1 or any(len(word) > 3 for word in words)
 
 
 def is_text(response: str, arguments: Sequence[Mapping[str, object]]) -> bool:
@@ -86,6 +91,9 @@ def is_text(response: str, arguments: Sequence[Mapping[str, object]]) -> bool:
     bounded = [entry.get("num_words", 99) for entry in arguments if entry.get("relation") == "less than"]
     least = min([MIN_WORDS, *(max(-(-int(str(limit)) // 10), 1) for limit in bounded)])
     if different < least or (least == MIN_WORDS and len("".join(counts).encode("utf-8", "replace")) < MIN_BYTES):
+        return False
+    lengths = [len(word) for word in counts.elements() if word.isascii()]
+    if (len(lengths) >= 5 and sum(lengths) < 2.25 * len(lengths)) or (len(lengths) > 8 and max(lengths) < 4):
         return False
     return total == different or 2 * max(counts.values()) <= total <= different**2 / 2
 

@@ -201,6 +201,16 @@ def test_a_program_does_not_change_what_the_tests_mean():
         ("assert f(1) == 10 ** 5000", "10 ** 5000", "10 ** 4999"),
         ("assert f(1) == b'a'", "b'a'", "'a'"),
         ("assert sorted(f(1)) == [1, 2]", "[2, 1]", "None"),
+        ("assert sorted(f(1)) == [1, 2]", "(y for y in (2, 1))", "iter([1, 3])"),
+        ("assert list(f(1)) == [0]", "map(int, '0')", "iter([False])"),
+        ("assert f(1) == [1]", "type('L', (list,), {})([1])", "iter([1])"),
+        ("assert not abs(next(f(1)) - 3) > 1e-6", "iter([3])", "iter([float('nan')])"),
+        (
+            "from itertools import islice\nassert list(islice(f(1), 2)) == [5, 6]",
+            "__import__('itertools').count(5)",
+            "[]",
+        ),
+        ("assert f(1) == 1", "type('N', (int,), {})(1)", "type('N', (int,), {'__eq__': lambda a, b: True})(2)"),
     ],
 )
 def test_types_are_exact(test, right, wrong):
@@ -210,6 +220,12 @@ def test_types_are_exact(test, right, wrong):
 
 def test_bools_may_be_counted():
     assert judge("def f(x): return x % 2 == 0", ["assert sum(map(f, range(4))) == 2"])["score"] == 1.0
+
+
+def test_an_error_of_a_class_of_ones_own_is_what_it_inherits_from():
+    program = "class Own({}): pass\ndef f(x): raise Own('x')"
+    test = "try:\n    f(1)\n    assert False\nexcept ValueError as error:\n    assert str(error) == 'x'"
+    assert [judge(program.format(kind), [test])["score"] for kind in ("ValueError", "KeyError")] == [1.0, 0.0]
 
 
 def test_a_test_may_change_what_it_got():

@@ -13,6 +13,7 @@ from distflow.rewards.math.reward import compute_result, compute_score, gold_ans
 SETS = Path(__file__).parents[2] / "data" / "sets"
 
 RIGHT = [
+    ("-5", "The temperature is \N{MINUS SIGN}5."),
     # the conventions: last box, trailing stops, thin spaces, powers of ten
     ("72", r"\boxed{71}, no: \boxed{72}"),
     ("72", r"so $\boxed{72}$ and not \boxed{71"),

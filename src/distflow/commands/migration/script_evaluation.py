@@ -38,7 +38,7 @@ _TESTS: dict[type[ast.cmpop], Callable[[Any, Any], object]] = {
 NOT_GIVEN = Unread("")
 """An option of the command that it does not give: TRL's default."""
 _IN_TURN = Unread("it has a different value in each turn of a loop")
-_MOST_CALLS, _DEEPEST, _LONGEST = 500, 12, 60
+_MOST_CALLS, _DEEPEST, _LONGEST, _MOST_ITEMS = 500, 12, 60, 100_000
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -252,6 +252,10 @@ class Script(ABC):
 
     def value(self, node: ast.expr) -> object:
         """What an expression stands for; `Unread` where that takes more than literals, names and load_dataset."""
+        found = self._value(node)
+        return Unread("it is too long") if isinstance(found, str | list) and len(found) > _MOST_ITEMS else found
+
+    def _value(self, node: ast.expr) -> object:
         match node:
             case ast.Constant():
                 return node.value

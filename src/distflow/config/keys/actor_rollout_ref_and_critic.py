@@ -39,7 +39,7 @@ class ModelConfig:
         "auto", "dtype of computation; auto is float32 on a CPU, bfloat16 on a GPU", choices=("auto", *DTYPES)
     )
     enable_gradient_checkpointing: bool = key(False, "recompute activations in backward instead of storing them")
-    lora_rank: int = key(0, "rank of LoRA adapters; 0 trains all weights", minimum=0)
+    lora_rank: int = key(0, "rank of LoRA adapters; 0 trains all weights", minimum=0, maximum=16_384)
     lora_alpha: float = key(16, "scale of the adapters, divided by the rank", above=0)
     target_modules: str | tuple[str, ...] = key("all-linear", "modules that get an adapter: all-linear or their names")
     lora_merge: bool = key(True, "send adapters merged into the weights; false: vLLM applies them unmerged")

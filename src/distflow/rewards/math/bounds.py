@@ -5,17 +5,10 @@ A number like `9^{9^{9}}` or `\binom{10^9}{10^8}` would take all time and memory
 
 import math
 import re
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 
 MAX_CHARACTERS = 1_000
 MAX_DEPTH = 10
 MAX_BITS = 30_000
-CPU_LIMIT_S = 1.5
-_REPEAT_S = 0.1
 
 _TOKEN = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|\\[A-Za-z]+|\\.|\S", re.ASCII | re.DOTALL)
 _OPENING, _CLOSING = ("{", "(", "[", r"\{"), ("}", ")", "]", r"\}")
@@ -26,10 +19,6 @@ _EXPONENTIALS = frozenset((r"\exp", r"\sinh", r"\cosh", r"\tanh"))
 _FUNCTIONS = r"gcd|lcm|floor|ceil|sgn|Re|Im|a(?:rc?)?(?:sin|cos|tan|csc|sec|cot)h?"
 _REFUSED = re.compile(r"\\choose|\\xrightarrow|\\operatorname\*?(?!\s*\{\s*(?:" + _FUNCTIONS + r")\s*\})")
 _BITS_OF_A_LETTER = 2.0  # π and e are below 4
-
-
-class OutOfTime(BaseException):
-    """Not an Exception, because sympy and its parsers catch those."""
 
 
 def is_affordable(answer: str) -> bool:
@@ -118,26 +107,3 @@ def _power_of_two(bits: float) -> float:
 
 def _factorial(bits: float) -> float:
     return _power_of_two(bits) * max(bits, 1.0)
-
-
-@contextmanager
-def limited_time(seconds: float = CPU_LIMIT_S) -> Iterator[None]:
-    """Raises OutOfTime after this much CPU time of this process, so that a busy machine changes no score.
-
-    Works only in the main thread, like signals; elsewhere there is no limit. The reward workers need it; their pool has
-    its own deadline for C code that holds the interpreter lock.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGVTALRM, _raise_out_of_time)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _REPEAT_S)  # repeated: exceptions in destructors are lost
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-        signal.signal(signal.SIGVTALRM, previous or signal.SIG_DFL)
-
-
-def _raise_out_of_time(signum: int, frame: FrameType | None) -> None:
-    raise OutOfTime

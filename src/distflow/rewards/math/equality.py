@@ -36,6 +36,7 @@ _OTHER_CHOICE = re.compile(r"(?<![A-Za-z\\])[A-J]\s*(?:[).:,;/&|]|$)|\b(?:and|or
 _NAMED = re.compile(r"([A-Za-z])\s*=")
 _CALL = re.compile(r"[A-Za-z]'*(?:\^\{-1\})?\([^()]*\)|_(?:\{[^{}]*\}|\w)|\^(?:\d|\{\d\})")
 _LETTER = re.compile(r"[A-Za-z]")
+_SUM = re.compile(r"[\w)}]\s*[-+]")
 _NO_NAME = re.compile(r"\d|\\(?:pi|infty)(?![A-Za-z])")
 _NAMED_TUPLE = re.compile(r"(\([A-Za-z](?:, ?[A-Za-z])+\)) ?= ?(\(.+)")
 _REAL = re.compile(r"^[A-Za-z]\s*\\in\s*\\mathbb\{R\}\s*,\s*(?=[A-Za-z]\s*(?:<|>|\\le |\\ge |\\neq ))")
@@ -165,6 +166,12 @@ def _residue(value: str, modulus: str) -> str:
     """The residue of an integer; any other value unchanged."""
     is_known = modulus.isdecimal() and int(modulus) > 0 and re.fullmatch(r"-?\d+", value)
     return str(int(value) % int(modulus)) if is_known else value
+
+
+def _equations(gold: str, answer: str) -> bool | None:
+    """The right side alone is no answer to `x + y = 3`; to `y = 3 - x` it is."""
+    sides = [split_top(text, "=") for text in (gold, answer)]
+    return False if len(sides[0]) == 2 and len(sides[1]) == 1 and _SUM.search(sides[0][0]) else None
 
 
 def _chains(gold: str, answer: str) -> bool | None:
@@ -322,6 +329,6 @@ def _texts(gold: str, answer: str) -> bool | None:
 
 
 _RULES: tuple[Callable[[str, str], bool | None], ...] = (
-    _numbers, _choices, _named_tuples, _bases, _clock_times, _congruences, _chains, _measures, _ratios, _relations,
-    _lists, _texts, lambda gold, answer: has_form_of(gold, answer) and expressions_equal(gold, answer),
+    _numbers, _choices, _named_tuples, _bases, _clock_times, _congruences, _equations, _chains, _measures, _ratios,
+    _relations, _lists, _texts, lambda gold, answer: has_form_of(gold, answer) and expressions_equal(gold, answer),
 )  # fmt: skip

@@ -10,10 +10,10 @@ import re
 
 from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.extracted_answers import last_mathematics, marked_answer, phrased_answer, without_comparisons
-from distflow.rewards.math.bounds import OutOfTime, limited_time
 from distflow.rewards.math.equality import are_equal
 from distflow.rewards.math.text_and_units import is_unit, normalise, words
 from distflow.rewards.reward_results import Case
+from distflow.untrusted_files import OutOfTime, limited_time
 
 _CURRENCY_MARK = re.compile(r"\\?\$(?=\s?\d[\d,]*(?:\.\d+)?[.,;:!?)*]*(?:\s+[A-Za-z(]|\s*$|\s*\n))")
 _ALONE = re.compile(r"[^\s*]*[\d^\\][^\s*]*|-?\d+ \d+/\d+\.?")
@@ -90,6 +90,7 @@ def is_equal(gold: str, answer: str) -> bool:
 
 def _unmarked(text: str, is_text: bool) -> str | None:
     """The unmarked answer of the text, or None. is_text: the ground truth is words; else a formula or number."""
+    text = text.replace("\N{MINUS SIGN}", "-")
     phrase = phrased_answer(text)
     bare = (text if phrase is None else phrase).strip().strip("*`").strip()
     if is_text or (phrase is not None and _ALONE.fullmatch(bare)):

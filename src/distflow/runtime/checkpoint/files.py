@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import is_aside, replacing, write_atomically
-from distflow.untrusted_files import MAX_JSON_VALUES, count_values, open_file, read_file
+from distflow.untrusted_files import MAX_JSON_VALUES, check_tensors, count_values, open_file, read_file
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -126,6 +126,8 @@ def read_part(files: Sequence[Path], layout: Layout | None = None) -> object:
         if count_values(text) > MAX_JSON_VALUES:
             raise ValueError(f"it holds more than {MAX_JSON_VALUES:,} values")
         return json.loads(text)
+    for file in files:
+        check_tensors(file, file.parent)
     if layout is None and files[0].stem == part_of(files[0].name):
         return load_file(files[0])
     return read_shards(files, layout or (lambda name: None))

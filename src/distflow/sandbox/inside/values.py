@@ -10,8 +10,9 @@ import json
 import math
 import os
 import struct
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, TypeAlias
 
 HEADER = struct.Struct(">8sI")
@@ -51,7 +52,29 @@ MAX_DEPTH = 100
 MAX_ITEMS = 500_000
 MAX_SAME_HASH = 64
 _SMALL_INT = 2**53
-_AS_DICT = (Counter, OrderedDict, defaultdict)
+MAX_YIELDED = 2000
+_PLAIN = (int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
+
+
+class Values:
+    """An iterator over what one of the program's yielded, at most the first `MAX_YIELDED`; it equals nothing else."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items, self._next = items, 0
+
+    def __repr__(self) -> str:
+        return f"an iterator over {self.items!r}"
+
+    def __iter__(self) -> "Values":
+        return self
+
+    def __next__(self) -> Any:
+        self._next += 1
+        if self._next > MAX_YIELDED:
+            raise RuntimeError(f"only the first {MAX_YIELDED:,} values of an iterator are read")
+        if self._next > len(self.items):
+            raise StopIteration
+        return self.items[self._next - 1]
 
 
 class NotPlain(ValueError):
@@ -60,8 +83,8 @@ class NotPlain(ValueError):
 
 def to_text(value: object) -> str:
     """JSON in ASCII. Plain values are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set,
-    frozenset and dict. A named tuple becomes a tuple; `Counter`, `OrderedDict` and `defaultdict` become a dict. Raises
-    NotPlain."""
+    frozenset, dict and `Values`. One of a class that inherits from them, like a named tuple, `Counter` or an IntEnum,
+    becomes the plain value; an iterator becomes the `Values` that it yields. Raises NotPlain."""
     return _ENCODER.encode(_Writer().tagged(value, 0))
 
 
@@ -92,15 +115,21 @@ class _Writer:
             return self._each(value, depth)
         if kind in (tuple, set, frozenset):
             return {kind.__name__: self._each(value, depth)}
-        if kind is dict or kind in _AS_DICT:
+        if kind is dict:
             return {"dict": [self._each(pair, depth) for pair in dict.items(value)]}
         if kind in (bytes, bytearray):
             return {kind.__name__: value.hex()}
         if kind is complex:
             return {"complex": [repr(value.real), repr(value.imag)]}
-        if kind.__mro__[1:] == (tuple, object) and hasattr(kind, "_fields"):
-            return {"tuple": self._each(tuple.__iter__(value), depth)}
-        raise NotPlain(f"a value of type {kind.__name__}")
+        if kind is Values:
+            return {"iterator": self._each(value.items, depth)}
+        if isinstance(value, Iterator):
+            return {"iterator": self._each(islice(value, MAX_YIELDED + 1), depth)}
+        base: Any = next((each for each in _PLAIN if each in kind.__mro__), None)
+        if base is None:
+            raise NotPlain(f"a value of type {kind.__name__}")
+        own = {dict: dict.items, str: str.__str__}.get(base, lambda each: each)  # an enum's `str()` is not its text
+        return self.tagged(base(own(value)), depth)
 
     def _each(self, values: Iterable[Any], depth: int) -> list[JSON]:
         return [self.tagged(value, depth + 1) for value in values]
@@ -166,4 +195,5 @@ _READ: dict[str, Callable[[Any, int], Any]] = {
     "set": lambda content, depth: set(_hashable(_read_each(content, depth))),
     "frozenset": lambda content, depth: frozenset(_hashable(_read_each(content, depth))),
     "dict": _read_dict,
+    "iterator": lambda content, depth: Values(_read_each(content, depth)),
 }
