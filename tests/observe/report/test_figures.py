@@ -72,6 +72,16 @@ def test_problems_are_counted_by_domain(tmp_path: Path) -> None:
     assert num_problems(tmp_path, Timeline()) == {"all": 5, "a": 3, "b": 2}
 
 
+@pytest.mark.parametrize(("ground_truth", "number"), [("7", 1), ("", 3), (None, 3)])
+def test_tasks_without_a_ground_truth_are_problems_of_their_own(
+    ground_truth: str | None, number: int, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "reach", "uid": uid, "ground_truth": ground_truth} for uid in ("0-0", "0-1", "1-0", "2-0")]
+    with RunFolder(tmp_path, 0) as run:
+        run.samples(0, rows, "val")
+    assert num_problems(tmp_path, Timeline())["all"] == number
+
+
 def test_few_values_have_a_bin_each_and_many_share_bins_of_one_width() -> None:
     few = histogram("t", "u", {"early": [0.0, 1.0, 0.0, 0.5], "late": [1.0], "none": []})
     assert few["bins"] == ["0", "0.5", "1"]

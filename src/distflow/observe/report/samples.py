@@ -248,9 +248,9 @@ def evenly(items: Sequence[int], number: int) -> list[int]:
 def before_and_after(run_dir: Path, timeline: run_reader.Timeline) -> dict[str, object] | None:
     """The same validation problems at the first and the last validation that kept samples; None without two.
 
-    Problems are matched by prompt and ground truth; a problem with several responses has the mean of their scores; one
-    without a score at either time is neither better nor worse (`num_unscored`). Examples: improved ones first, then
-    worse and unchanged ones, at least one of each if possible.
+    Problems are matched by prompt and ground truth, without a ground truth by their rows; a problem with several
+    responses has the mean of their scores; one without a score at either time is neither better nor worse
+    (`num_unscored`). Examples: improved ones first, then worse and unchanged ones, at least one of each if possible.
     """
     splits = [split for split in run_reader.sample_splits(run_dir) if split.startswith("val")]
     ends = [(split, steps[0], steps[-1]) for split in splits if len(steps := _end_steps(run_dir, split, timeline)) > 1]
@@ -308,6 +308,8 @@ def _by_problem(rows: Sequence[dict[str, JSON]]) -> dict[tuple[str, ...], list[d
     problems: dict[tuple[str, ...], list[dict[str, JSON]]] = {}
     for row in rows:
         key = tuple(str(row.get(name, "")) for name in ("prompt", "ground_truth", "images"))
+        if not row.get("ground_truth"):  # as in a simulator, whose tasks differ by their seeds
+            key = (*key, str(row.get("uid")).rpartition("-")[0])
         problems.setdefault(key, []).append(row)
     return problems
 
