@@ -192,6 +192,6 @@ def test_the_policy_learns_to_reach_targets(tmp_path: Path, monkeypatch: pytest.
     assert sum(found[20:30]) / 10 > 0.75 and sum(found[-10:]) / 10 > 0.8, found
     folder = tmp_path / "runs" / "acting"
     swap = "+actor_rollout_ref.rollout.workflow_kwargs.env_kwargs={swap: true}"
-    assert main(["eval", str(folder / "grpo"), swap, f"--to={folder}/swapped"]) == 0
+    assert main(["eval", str(folder / "grpo"), swap, "--trust-code", f"--to={folder}/swapped"]) == 0
     (swapped,) = read_metrics(folder / "swapped")
     assert swapped.values["val_correct/all/mean"] < 0.3, "it goes where the instruction says"
