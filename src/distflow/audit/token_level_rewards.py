@@ -245,11 +245,14 @@ def kl(difference: Tensor, kind: str) -> Tensor:
 
 
 def audit_totals(recorded: RecordedStep) -> str | None:
-    """The score of every sample is the weighted sum of its parts. Reads only a few columns."""
+    """The score of every sample is the weighted sum of its parts, or what its workflow returned. Without a workflow it
+    reads only a few columns."""
     batch, config = recorded.batch, recorded.config
-    is_plain = config.actor_rollout_ref.rollout.workflow is None and not scoring_models(config.reward_model)
-    if not (is_plain and recorded.is_ours("scores") and recorded.is_ours("reward_parts")) or "valid" not in batch:
+    has_workflow = config.actor_rollout_ref.rollout.workflow is not None
+    is_known = recorded.is_ours("scores") and (has_workflow or recorded.is_ours("reward_parts"))
+    if scoring_models(config.reward_model) or not is_known or "valid" not in batch:
         return NOT_APPLICABLE
+    episodes = {sample["uid"]: sample for sample in recorded.samples} if has_workflow else {}
     lengths = batch.lengths("response")
     rows, scores = batch.rows(), torch.zeros(len(batch)).double()
     scores.index_add_(0, rows, doubles(batch.flat("token_level_scores")))
@@ -257,12 +260,16 @@ def audit_totals(recorded: RecordedStep) -> str | None:
     numbers = zip(batch["valid"].tolist(), scores.tolist(), lengths.tolist(), strict=True)
     for (uid, domain, parts, error), (valid, found, length) in zip(columns, numbers, strict=True):
         if valid and error is None and length:
-            wanted = sum(part.weight * parts.get(part.name, 0.0) for part in parts_of_domain(config, domain))
-            wanted += _overlong(recorded, domain, length)
+            if has_workflow:
+                wanted = _total(recorded, episodes[uid])
+            else:
+                wanted = sum(part.weight * parts.get(part.name, 0.0) for part in parts_of_domain(config, domain))
+                wanted += _overlong(recorded, domain, length)
             if not abs(found - wanted) <= LIMIT * max(abs(wanted), 1.0):
                 raise Wrong(
                     f"sample {uid} has the score {found:g}, but the weighted sum of its parts {dict(parts)} is "
-                    f"{wanted:g}: something is added, left out or weighted otherwise than in reward.functions"
+                    f"{wanted:g}: something is added, left out or weighted otherwise than in reward.functions, or than "
+                    "the workflow returned"
                 )
     return None
 
