@@ -147,12 +147,12 @@ def audit_loaded(run: AuditedRun) -> str | None:
     settings, model = run.spec.config.actor_rollout_ref.model, model_of(run.resources.actor)
     if model is None or settings.init == "random" or settings.path is None:
         return NOT_APPLICABLE
-    if run.inputs.resumed is not None or settings.trust_remote_code:
-        return "the run does not begin with the model's files alone"
+    if run.inputs.resumed is not None or settings.trust_remote_code or settings.gguf_file:
+        return "the run does not begin with safetensors alone"
     first = unwrapped(next(iter(models_of(model).values())))
     own = {plain_name(name): p.detach() for name, p in first.named_parameters() if not isinstance(p, DTensor)}
-    num_same = 0
-    for path in sorted(Path(resolve_path(settings.path)).glob("*.safetensors")):
+    num_same, folder = 0, Path(resolve_path(settings.path))
+    for path in sorted(folder.glob("model.safetensors")) or sorted(folder.glob("model-*-of-*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in own.keys() & set(file.keys()):
                 kept, weight = file.get_slice(name), own[name]
