@@ -153,7 +153,7 @@ def test_a_run_with_default_settings_proves_every_check_that_applies(
     )
     run = playground.run(preset, "trainer.total_training_steps=2", "trust.check_rewards=true")
     inapplicable, columns = KEYS[preset]
-    for audit, elsewhere in zip(audits(run), (ELSEWHERE, {*ELSEWHERE, "data"}), strict=True):
+    for audit, elsewhere in zip(audits(run), (ELSEWHERE, {*ELSEWHERE, "data", "loaded"}), strict=True):
         assert set(audit.fields["proven"]) == {check.name for check in CHECKS} - inapplicable - elsewhere
         assert audit.fields["unproven"] == {}
     assert len(audits(run)) == 2 and compared == columns and run.notes("warning") == []

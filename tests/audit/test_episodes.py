@@ -371,3 +371,13 @@ def test_episodes_that_are_truncated_too_early(tmp_path: Path, monkeypatch: Patc
     says = r"\(episodes\): sample \S+ counts as truncated, but 7 more tokens fit into its response"
     with pytest.raises(TrustError, match=says) if is_planted else nullcontext():
         Playground(tmp_path).run("grpo", f"{WORKFLOW}=multi_turn", *SHORT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_an_agent_that_earns_another_score(tmp_path: Path, monkeypatch: Patch, is_planted: bool) -> None:
+    reward = Chat.reward
+    monkeypatch.setattr(Chat, "reward", lambda chat, value: reward(chat, value + is_planted * (chat.agent == "solver")))
+    says = r"\(rewards\): agent \w+ earned \S+ in sample \S+, but its workflow returned"
+    with pytest.raises(TrustError, match=says) if is_planted else nullcontext():
+        Playground(tmp_path).run("multi_agent", "data.max_prompt_length=100", *SHORT[::2])

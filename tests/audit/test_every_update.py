@@ -202,8 +202,31 @@ def stands_still(patch: Patch) -> None:
 
 
 def test_a_weight_that_stands_still(playground: Playground, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.LOOK)
-    found(playground, monkeypatch, stands_still, "grpo", says="optimizer.: model.* moved by 0 at most")
+    found(playground, monkeypatch, stands_still, "grpo", says="optimizer.: model.* did not move at the learning rate")
+
+
+def norms_stand_still(patch: Patch) -> None:
+    original, taken = TorchTrainEngine._step, list[int]()
+
+    def planted(self: TorchTrainEngine, lrs: list[float]) -> None:
+        kept = [(p, p.detach().clone()) for p in self._trainable.values() if p.dim() == 1]
+        original(self, lrs)
+        taken.append(1)
+        with torch.no_grad():
+            for weight, before in kept if len(taken) == 1 else ():
+                weight.copy_(before)
+
+    patch.setattr(TorchTrainEngine, "_step", planted)
+
+
+@slow
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_weights_that_an_update_leaves_out(playground: Playground, monkeypatch: Patch, is_planted: bool) -> None:
+    rate = ("actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.actor.optim.scheduler=constant")
+    if not is_planted:
+        playground.run("grpo", *TWO, *rate)
+        return
+    found(playground, monkeypatch, norms_stand_still, "grpo", *rate, says=r"optimizer.: model\..*norm.* did not move")
 
 
 def moments_halved(engine: TorchTrainEngine) -> None:

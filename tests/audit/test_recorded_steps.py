@@ -22,11 +22,11 @@ from distflow.audit.optimizer_steps import (
     schedule,
     total_updates,
 )
-from distflow.audit.record_calls_and_updates import GroupRecords, UpdateRecord
+from distflow.audit.record_calls_and_updates import GroupRecord, GroupRecords, UpdateRecord
 from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Wrong, check_close, samples_of, shuffled
 from distflow.audit.rollout_engine import audit_weights
 from distflow.audit.samples import audit_groups
-from distflow.audit.token_level_rewards import audit_rewards
+from distflow.audit.token_level_rewards import audit_rewards, audit_totals
 from distflow.config import load_config
 from distflow.data.batch import Batch
 from distflow.graph import NodeRole
@@ -148,6 +148,23 @@ def test_rewards_of_turns_are_on_their_last_tokens_and_sum_to_the_score(
     step = recorded(batch, keys, pipeline=(writer("scores"), writer("token_level_rewards")))
     with pytest.raises(Wrong, match=wrong) if wrong else nullcontext():
         assert audit_rewards.run(step) is None
+
+
+@pytest.mark.parametrize("paid", [0.75, 0.5])
+def test_the_score_of_every_episode_is_what_its_workflow_returned(paid: float) -> None:
+    batch, returned = sampled_batch(), {"right": 0.25, "short": 0.5}
+    scores = torch.tensor([0.75, 0.75, 0.75, paid])
+    batch["scores"], batch["reward_errors"] = scores, [None] * 4
+    batch["reward_parts"] = [returned] * 4
+    step = recorded(batch, "actor_rollout_ref.rollout.workflow=theirs.py:theirs", pipeline=(writer("scores"),))
+    records = {number: GroupRecord(PromptGroup(number, 0, number, 2, 0)) for number in (0, 1)}
+    for sample in step.samples:
+        tokens = (*sample["prompt_ids"].tolist(), *sample["response_ids"].tolist())
+        index = int(sample["uid"].rpartition("-")[2])
+        records[int(sample["group_index"])].add_event(index, "returned", tokens, returned)
+    step.records = records
+    with pytest.raises(Wrong, match="sample 1-1 has the score 0.5") if paid != 0.75 else nullcontext():
+        assert audit_totals(step) is None
 
 
 def test_an_engine_that_hides_its_parts_is_named_in_the_checks_of_updates() -> None:

@@ -1,15 +1,17 @@
 """Plain answers are judged a second time, and a built-in that judges them otherwise is named."""
 
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from distflow.audit.rescored_samples import plain_score
+from distflow.audit.rescored_samples import counted_score, plain_score
 from distflow.errors import TrustError
+from distflow.rewards import text_rewards
 from distflow.rewards.math.reward import compute_score
-from distflow.rewards.pool import process
+from distflow.rewards.pool import domain_pools, process
 from distflow.rewards.reward_results import Score
 from distflow.rewards.text_rewards import exact_match, has_format
 from tests.e2e.runs import Playground
@@ -86,3 +88,31 @@ def test_rewards_of_a_users_node_may_order_samples_otherwise_than_their_scores(t
     ground = Playground(tmp_path)
     (tmp_path / "negative.py").write_text(NEGATIVE)
     ground.run("grpo", f"dag.pipeline={tmp_path}/negative.py:pipeline", "trainer.total_training_steps=4")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("length", {}),
+        ("length", {"at_least": 3, "at_most": 4, "unit": "words"}),
+        ("length", {"at_least": 20, "slope": 15}),
+        ("repetition", {}),
+        ("repetition", {"n": 2, "unit": "characters"}),
+    ],
+)
+def test_a_counted_score_is_the_functions(name: str, options: dict[str, Any]) -> None:
+    for text in ("", "a b", "and so on And so on and so on", "one two three four"):
+        assert counted_score(name, text, options) == pytest.approx(getattr(text_rewards, name)(text, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_options_that_do_not_reach_a_reward_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_planted: bool
+) -> None:
+    if is_planted:
+        monkeypatch.setattr(domain_pools, "with_options", lambda target, options: target)
+    functions = "reward.functions={default: [{name: length, options: {at_least: 200}}]}"
+    wrong = pytest.raises(TrustError, match=r"\(reward_results\): reward function 'length' gave 1 to sample")
+    with wrong if is_planted else nullcontext():
+        Playground(tmp_path).run("grpo", functions, "~custom_reward_function.path", "trainer.total_training_steps=1")

@@ -3,16 +3,20 @@
 import asyncio
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from distflow.algorithms.mismatch_check import Tolerance
+from distflow.checks import engine_weights_canary
 from distflow.checks.engine_weights_canary import Canary
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.models.loading import load_model, load_tokenizer
 from distflow.rollout.embedded.engine import EmbeddedEngine
+from distflow.rollout.embedded.host_steps import RequestLane
 from distflow.rollout.engine import SamplingParams
 from distflow.scheduling.group_states import Version
 from distflow.training.optimizer import make_optimizer, make_schedule
@@ -120,3 +124,40 @@ def test_a_song_that_is_no_number_is_no_pass(folder: Path, at_start: bool) -> No
         canary.compare(song, at_start=True)
     with pytest.raises(TrustError, match="canary"):
         canary.compare(off_key(song, math.nan), at_start=at_start)
+
+
+@pytest.mark.parametrize("stale", [True, False])
+def test_keys_and_values_that_outlive_their_weights_are_found_behind_short_prompts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, stale: bool
+) -> None:
+    if stale:
+        step = RequestLane.step
+        monkeypatch.setattr(RequestLane, "forget_prefixes", lambda lane: None)
+        monkeypatch.setattr(RequestLane, "step", lambda lane, weights: step(lane, "all weights"))
+    own = make_canary(folder)
+    spec: Any = SimpleNamespace(
+        config=SimpleNamespace(data=SimpleNamespace(max_prompt_length=24)),
+        rows=[SimpleNamespace(prompt_ids=prompt, images=()) for prompt in PROMPTS],
+        sampling=own.sampling,
+        tolerance=own.tolerance,
+        options=SimpleNamespace(canary_freq=1),
+        shares_weights=False,
+        temperature_of_agent=own.temperature_of,
+    )
+    resources: Any = SimpleNamespace(rollout=own.rollout, actor=own.actor, stop_token_ids=())
+    canary = engine_weights_canary.make_canary(spec, resources)
+    assert all(len(prompt) == 24 for prompt in canary.prompts)
+
+    async def over_a_sync() -> None:
+        async with canary.rollout:  # type: ignore[attr-defined]
+            canary.compare(await canary.generate_responses(), at_start=True)
+            with torch.no_grad():
+                for weight in canary.actor.model.parameters():  # type: ignore[attr-defined]
+                    weight.mul_(1.01)
+            await canary.rollout.load_weights(Version(0, 1), list(canary.actor.weights()))
+            canary.compare(await canary.generate_responses(), at_start=False)
+
+    if not stale:
+        return asyncio.run(over_a_sync())
+    with pytest.raises(TrustError, match="KV kept from older weights"):
+        asyncio.run(over_a_sync())

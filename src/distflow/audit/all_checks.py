@@ -18,7 +18,7 @@ from distflow.audit.metrics import (
     remember_trained,
 )
 from distflow.audit.recorded_step import Check
-from distflow.audit.resume import audit_resume
+from distflow.audit.resume import audit_loaded, audit_resume
 from distflow.audit.rollout_engine import (
     audit_marked,
     audit_sampled_tokens,
@@ -45,7 +45,7 @@ REMEMBERED_BEFORE = (token_level_rewards.remember_rewards, remember_domains, rem
 REMEMBERED_AFTER = (token_level_rewards.remember_coefficients,)
 """The same, run after its checks, which need what the previous step kept."""
 
-AT_START: tuple[Check, ...] = (audit_data,)
+AT_START: tuple[Check, ...] = (audit_data, audit_loaded)
 """Run on the `AuditedRun`, before anything is generated."""
 
 OF_VALIDATION: tuple[Check, ...] = (audit_validation,)

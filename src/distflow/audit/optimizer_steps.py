@@ -288,7 +288,7 @@ def audit_leftover(recorded: RecordedStep) -> str | None:
     "optimizer",
     "the learning rate follows the schedule, and sampled elements of several weights and their moments follow the "
     "optimizer's formula for gradient, moments, learning rate and weight decay; no weight moves farther than AdamW can "
-    "move it",
+    "move it, or stands still after it moved",
     needs="adamw or sgd; for other optimizers the learning rate alone",
     limit=f"{LIMIT:g} of the move",
 )
@@ -409,10 +409,15 @@ def audit_learning_rates(recorded: RecordedStep) -> str | None:
     return None
 
 
+MOVES = 0.05
+"""A move of a weight in learning rates, from which momentum moves it in the next update too."""
+
+
 def audit_reach(recorded: RecordedStep) -> None:
-    """No weight of any update moved farther than the optimizer can move it."""
+    """No weight of any update moved farther than the optimizer can move it, or stands still that its momentum moves."""
     for update, settings, rate, _ in scheduled(recorded):
         _check_reach(update, settings, rate)
+        _check_moved(recorded, update, settings, rate)
 
 
 def _check_reach(update: UpdateRecord, settings: OptimConfig, rate: float) -> None:
@@ -433,6 +438,29 @@ def _check_reach(update: UpdateRecord, settings: OptimConfig, rate: float) -> No
             f"learning rate {rate:.4g} moves a weight by {rate * most:.4g} at most, besides weight decay: something "
             "else wrote to it"
         )
+
+
+def _check_moved(recorded: RecordedStep, update: UpdateRecord, settings: OptimConfig, rate: float) -> None:
+    """Check that a weight of which several elements moved in the update seen before moves in this one."""
+    is_seen = len(update.few) == 2 and rate > 0 and not update.metrics.get("skipped")
+    if not is_seen or settings.optimizer != "adamw" or settings.betas[0] < 0.5:
+        return
+    before, after = update.few
+    moved, last = (after - before).abs() / rate, recorded.run.moved.get(update.role)
+    recorded.run.moved[update.role] = moved
+    if last is None or len(last) != len(moved) or not isinstance(update.engine, OpenEngine):
+        return
+    must_move = (last > MOVES) & (1e-6 * before.abs() < MOVES * rate)  # else rounding may hide a move
+    if not bool((must_move & (moved == 0)).any()):
+        return
+    weights = list(whole_here(trained(update.engine.model)))
+    parts = must_move.split([min(NUM_FEW, weight.numel()) for _, weight in weights])
+    for (name, _), must, own in zip(weights, parts, moved.split([len(part) for part in parts]), strict=True):
+        if int(must.sum()) > 1 and not bool(own[must].any()):
+            raise Wrong(
+                f"{name} of the {update.role} did not move at the learning rate {rate:.4g}, though it did before, and "
+                "its momentum moves it: the optimizer leaves it out, or something restores it"
+            )
 
 
 def _same_options(update: UpdateRecord, settings: OptimConfig) -> None:

@@ -66,6 +66,7 @@ class AuditedRun:
     number, and its position in its domain, by stream. compared: metrics that were recomputed. marked: trained tokens by
     their version. validated: the metric of trainer.keep_best by step, higher is better; saved: those of these steps
     that had a checkpoint. released: `tokens` of the last step over all ranks, and its `metrics`, which may grow.
+    moved: by role, how far a few elements of each weight moved in the last update seen, in learning rates.
     """
 
     inputs: WorkerInputs
@@ -84,6 +85,7 @@ class AuditedRun:
     validated: dict[int, float] = field(default_factory=dict)
     saved: set[int] = field(default_factory=set)
     released: dict[str, Any] = field(default_factory=dict)
+    moved: dict[str, Tensor] = field(default_factory=dict)
     _warnings: set[str] = field(default_factory=set)
 
     @property

@@ -48,8 +48,9 @@ _DECIDES_WITHIN_S = 5.0
 @check(
     "reward_results",
     "each reward function was called with the sample's own text and ground truth; the sample has its score, and a "
-    "second call returns the same score; `math`, `exact_match` and `format` judge plain answers as a second reading of "
-    "them does; the accuracy is that of the function that decides it",
+    "second call returns the same score; `math`, `exact_match` and `format` judge plain answers, and `length` and "
+    "`repetition` with their options any response, as a second reading of them does; the accuracy is that of the "
+    "function that decides it",
     needs="deterministic functions of reward.functions; for batched functions only the arguments are checked",
     limit=f"equal, {MOST} samples, as far as time allows",
 )
@@ -264,13 +265,30 @@ def _plain_scores(recorded: RecordedStep) -> None:
         row, text = recorded.run.row(record.prompt_group.row), str(sample["responses"])
         for part in parts_of_domain(recorded.config, sample["domain"]):
             found = sample["reward_parts"].get(part.name)
-            wanted = None if part.options else plain_score(part.name, text, row.ground_truth, row.extra_info or {})
+            wanted = counted_score(part.name, text, part.options)
+            if wanted is None and not part.options:
+                wanted = plain_score(part.name, text, row.ground_truth, row.extra_info or {})
             if wanted is not None and found is not None and abs(found - wanted) > LIMIT:
                 raise Wrong(
                     f"reward function '{part.name}' gave {found:g} to sample {sample['uid']}, whose response ends with "
                     f"{text[-40:]!r}, for the ground truth {row.ground_truth!r:.40}: it should give {wanted:g}. The "
                     "function judges wrongly here: reinstall distflow, or undo a change of distflow/rewards"
                 )
+
+
+def counted_score(name: str, text: str, options: Mapping[str, Any]) -> float | None:
+    """The score of `length` or `repetition` with its options; None for another function."""
+    words, default = text.lower().split(), {"length": "characters", "repetition": "words"}.get(name)
+    in_words = options.get("unit", default) == "words"
+    if name == "length":
+        number, slope = len(words) if in_words else len(text), options.get("slope", 0)
+        missed_by = max(options.get("at_least", 1) - number, number - options.get("at_most", math.inf), 0)
+        return max(0.0, 1.0 - missed_by / slope) if slope else float(not missed_by)
+    if name == "repetition":
+        parts, n = words if in_words else [*"".join(words)], options.get("n", 3)
+        grams = [tuple(parts[start : start + n]) for start in range(len(parts) - n + 1)]
+        return 1.0 - len({*grams}) / len(grams) if grams else 0.0
+    return None
 
 
 def plain_score(name: str, text: str, truth: object, extra_info: Mapping[str, object]) -> float | None:

@@ -1,28 +1,38 @@
-"""Check: a resumed run's memory equals the saved run's, bit for bit, by hashes in the checkpoint."""
+"""Checks of what a run begins with: a resumed run's memory equals the saved run's, bit for bit, by hashes in the
+checkpoint; the weights of a new run are those of the model's files."""
 
 import hashlib
 import json
+import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distflow.audit.model_forward import model_of
 from distflow.audit.record_calls_and_updates import OpenEngine
-from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Wrong, check, samples_of
+from distflow.audit.recorded_step import NOT_APPLICABLE, AuditedRun, RecordedStep, Wrong, check, samples_of
 from distflow.config import changed_keys, config_from_dict
 from distflow.data import random_states
 from distflow.data.batch import Batch
 from distflow.errors import resume_advice
+from distflow.models.lora import plain_name, unwrapped
+from distflow.models.paths import resolve_path
 from distflow.models.weight_fingerprint_and_soundness import bit_hash
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.runtime.worker_ports_and_inputs import WorkerInputs
+from distflow.training.policies import models_of
 
 STREAMS, NODES, POSITION, QUEUED = "random stream", "state of node", "data position", "queued group"
+
+NUM_ROWS = 4
 
 Hashes = dict[str, dict[str, tuple[str, str]]]
 """By part (a model's role, or one of the above) and name: the owner ("" if all ranks have the same), and the hash."""
@@ -125,6 +135,38 @@ class Memory:
 )
 def audit_resume(recorded: RecordedStep) -> str | None:
     return recorded.run.compare_memory(recorded.step)
+
+
+@check(
+    "loaded",
+    "at the start the policy's weights equal those of the same name in the model's files",
+    needs="a folder with safetensors in floating point, without code of its own; whole weights",
+    limit=f"equal, {NUM_ROWS} rows of each tensor",
+)
+def audit_loaded(run: AuditedRun) -> str | None:
+    settings, model = run.spec.config.actor_rollout_ref.model, model_of(run.resources.actor)
+    if model is None or settings.init == "random" or settings.path is None:
+        return NOT_APPLICABLE
+    if run.inputs.resumed is not None or settings.trust_remote_code or settings.gguf_file:
+        return "the run does not begin with safetensors alone"
+    first = unwrapped(next(iter(models_of(model).values())))
+    own = {plain_name(name): p.detach() for name, p in first.named_parameters() if not isinstance(p, DTensor)}
+    num_same, folder = 0, Path(resolve_path(settings.path))
+    for path in sorted(folder.glob("model.safetensors")) or sorted(folder.glob("model-*-of-*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in own.keys() & set(file.keys()):
+                kept, weight = file.get_slice(name), own[name]
+                if kept.get_dtype() not in ("F64", "F32", "F16", "BF16") or tuple(kept.get_shape()) != weight.shape:
+                    continue
+                start = random.Random(name).randrange(max(len(weight) - NUM_ROWS, 0) + 1)
+                rows = slice(start, start + NUM_ROWS)
+                if not torch.equal(kept[rows].to(weight.dtype), weight[rows].cpu()):
+                    raise Wrong(
+                        f"{name} of the policy is not what {path} has: it was loaded from another model, or rounded, "
+                        "scaled or changed after it was loaded"
+                    )
+                num_same += 1
+    return None if num_same else "the model's path has no tensors of the same names"
 
 
 def _place(value: object) -> str:

@@ -18,6 +18,7 @@ from distflow.audit.recorded_step import (
     Wrong,
     check,
     check_close,
+    conversations_of,
     doubles,
     index_of,
 )
@@ -45,6 +46,7 @@ def audit_rewards(recorded: RecordedStep) -> str | None:
     check_close(scored, "token_level_scores", [_on_tokens(recorded, each) for each in scored], LIMIT, _by_its_scores)
     for sample in scored:
         _same_baseline(recorded, sample)
+        _own_scores(recorded, sample)
     if recorded.is_written("srpo_distance"):
         if not recorded.is_whole:
             return "SRPO compares all episodes of the step"
@@ -245,11 +247,14 @@ def kl(difference: Tensor, kind: str) -> Tensor:
 
 
 def audit_totals(recorded: RecordedStep) -> str | None:
-    """The score of every sample is the weighted sum of its parts. Reads only a few columns."""
+    """The score of every sample is the weighted sum of its parts, or what its workflow returned. Without a workflow it
+    reads only a few columns."""
     batch, config = recorded.batch, recorded.config
-    is_plain = config.actor_rollout_ref.rollout.workflow is None and not scoring_models(config.reward_model)
-    if not (is_plain and recorded.is_ours("scores") and recorded.is_ours("reward_parts")) or "valid" not in batch:
+    has_workflow = config.actor_rollout_ref.rollout.workflow is not None
+    is_known = recorded.is_ours("scores") and (has_workflow or recorded.is_ours("reward_parts"))
+    if scoring_models(config.reward_model) or not is_known or "valid" not in batch:
         return NOT_APPLICABLE
+    episodes = {sample["uid"]: sample for sample in recorded.samples} if has_workflow else {}
     lengths = batch.lengths("response")
     rows, scores = batch.rows(), torch.zeros(len(batch)).double()
     scores.index_add_(0, rows, doubles(batch.flat("token_level_scores")))
@@ -257,12 +262,16 @@ def audit_totals(recorded: RecordedStep) -> str | None:
     numbers = zip(batch["valid"].tolist(), scores.tolist(), lengths.tolist(), strict=True)
     for (uid, domain, parts, error), (valid, found, length) in zip(columns, numbers, strict=True):
         if valid and error is None and length:
-            wanted = sum(part.weight * parts.get(part.name, 0.0) for part in parts_of_domain(config, domain))
-            wanted += _overlong(recorded, domain, length)
+            if has_workflow:
+                wanted = _total(recorded, episodes[uid])
+            else:
+                wanted = sum(part.weight * parts.get(part.name, 0.0) for part in parts_of_domain(config, domain))
+                wanted += _overlong(recorded, domain, length)
             if not abs(found - wanted) <= LIMIT * max(abs(wanted), 1.0):
                 raise Wrong(
                     f"sample {uid} has the score {found:g}, but the weighted sum of its parts {dict(parts)} is "
-                    f"{wanted:g}: something is added, left out or weighted otherwise than in reward.functions"
+                    f"{wanted:g}: something is added, left out or weighted otherwise than in reward.functions, or than "
+                    "the workflow returned"
                 )
     return None
 
@@ -308,6 +317,27 @@ def _returned(sample: Sample, record: GroupRecord) -> float:
         own = [parts["score"]] if "score" in parts else [parts[name] for name in parts if name != "acc"]
         return math.fsum(float(value) for value in own)
     return math.nan  # NaN is never close
+
+
+def _own_scores(recorded: RecordedStep, sample: Sample) -> None:
+    """Check that the tokens of each agent with rewards of its own earn what the workflow returned for it."""
+    record, agents = recorded.record_of(sample), [*recorded.config.actor_rollout_ref.rollout.agents]
+    is_changed = getattr(recorded.config.reward.limit_penalty, sample["finish_reason"], 0.0) or sample["reward_errors"]
+    if record is None or is_changed or recorded.config.algorithm.agent_rewards == "shared":
+        return
+    earned, scores = dict.fromkeys(agents, 0.0), doubles(sample["token_level_scores"])
+    for talk in conversations_of(sample):
+        own = scores[max(talk.first, 0) : talk.first + len(talk.ids)]
+        name = talk.name.partition(".")[0]
+        earned[name if name in earned else agents[0]] += float(own.sum())
+    for _, returned in (event[1:] for event in record.events.get(index_of(sample), ()) if event[0] == "returned"):
+        for agent in earned.keys() & returned.keys() if isinstance(returned, Mapping) else ():
+            trained = recorded.config.actor_rollout_ref.rollout.agents[agent].trainable
+            if trained and not abs(earned[agent] - float(returned[agent])) <= LIMIT * max(abs(earned[agent]), 1.0):
+                raise Wrong(
+                    f"agent {agent} earned {earned[agent]:g} in sample {sample['uid']}, but its workflow returned "
+                    f"{float(returned[agent]):g} for it"
+                )
 
 
 def _same_baseline(recorded: RecordedStep, sample: Sample) -> None:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from distflow.algorithms.mismatch_check import Tolerance, mismatch
 from distflow.data.batch import Batch
+from distflow.data.encoded_prompts import PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.errors import TrustError
 from distflow.rollout.engine import GenerateRequest, RolloutEngine, SamplingParams, Stream
@@ -25,6 +26,9 @@ class Canary:
 
     NUM_PROMPTS: ClassVar[int] = 4
     NUM_TOKENS: ClassVar[int] = 16
+    NUM_GIVEN: ClassVar[int] = 24
+    """Least tokens of a prompt: an engine keeps the keys and values of whole blocks, usually of 16 tokens, and finds a
+    block only if the next prompt is longer."""
     GROWTH: ClassVar[float] = 5.0
 
     rollout: RolloutEngine
@@ -94,10 +98,11 @@ class Canary:
 def make_canary(spec: Spec, resources: Resources) -> Canary:
     """The canary of a worker that trains and generates."""
     assert resources.rollout is not None and resources.actor is not None
+    longest = spec.config.data.max_prompt_length + max(spec.sampling.max_tokens - Canary.NUM_TOKENS, 0)
     return Canary(
         resources.rollout,
         resources.actor,
-        [tuple(row.prompt_ids) for row in spec.rows[: Canary.NUM_PROMPTS]],
+        [_prompt(row, longest) for row in spec.rows[: Canary.NUM_PROMPTS]],
         replace(spec.sampling, stop_token_ids=resources.stop_token_ids),
         spec.tolerance,
         spec.options.canary_freq,
@@ -106,3 +111,10 @@ def make_canary(spec: Spec, resources: Resources) -> Canary:
         resources.actor.agents if isinstance(resources.actor, Policies) else {},
         [row.images for row in spec.rows[: Canary.NUM_PROMPTS]],
     )
+
+
+def _prompt(row: PromptRow, longest: int) -> tuple[int, ...]:
+    """The row's prompt; one without images is repeated to `Canary.NUM_GIVEN` tokens, if `longest` permits."""
+    ids = tuple(row.prompt_ids)
+    wanted = 0 if row.images else min(Canary.NUM_GIVEN, longest)
+    return (ids * wanted)[:wanted] if len(ids) < wanted else ids

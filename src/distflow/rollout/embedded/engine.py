@@ -102,7 +102,6 @@ class EmbeddedEngine:
         # Only the step loop's thread uses the fields down to `_pending`; asyncio's thread posts commands. Only
         # asyncio's thread draws request numbers.
         self._weights = EngineWeights(self.model, self.shares_weights)
-        self._num_loads = 0  # identifies the weights, whose version may change without a load
         device = self.on_device
         if device is None and self._decoder.device.type != "cpu" and not self.batch_invariant:
             device = DeviceOptions(graphs=not self.enforce_eager)
@@ -208,7 +207,7 @@ class EmbeddedEngine:
             self.model.eval()
         # A lane may have to wait for memory used by the other.
         lane = next(each for each in self._lanes if each.scheduler.running or each.scheduler.can_prefill())
-        step_tokens = lane.step(self._num_loads)
+        step_tokens = lane.step(self.version)
         if step_tokens is not None and step_tokens.sequences:  # all sequences may have ended meanwhile
             self._take(lane, step_tokens, t0)
 
@@ -289,7 +288,6 @@ class EmbeddedEngine:
         for lane in self._lanes:
             lane.forget_prefixes()
         if weights is not None:
-            self._num_loads += 1
             self._refresh_weights()
             for lane in self._lanes:
                 lane.prompts.clear()
