@@ -229,6 +229,7 @@ def test_a_model_may_lie_in_an_installed_package_which_is_not_imported(
         ("config.json", {"num_hidden_layers": 10**9}, "'num_hidden_layers' is more than 2,000"),
         ("config.json", {"num_labels": 10**9}, "'num_labels' is more than 100,000"),
         ("config.json", {"rope_parameters": {"factor": [10**400]}}, "'factor' is more than 9,223,"),
+        ("config.json", {"id2label": ["a label"] * 500_000}, "config.json"),
         ("config.json", {"hidden_size": 10**6}, "config.json implies [0-9,]{9,} weights"),
         ("model.safetensors.index.json", {"weight_map": {"x": "../x.safetensors"}}, "names weights of another folder"),
         ("model.safetensors.index.json", {"weight_map": {"x": "/dev/zero"}}, "names weights of another folder"),

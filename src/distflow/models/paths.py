@@ -13,7 +13,7 @@ from distflow.builtin_names import MODELS
 from distflow.errors import UserError
 from distflow.hub_id_or_local_path import model_fault, unreachable
 from distflow.observe.crash_safe_files import parse_object, read_object, unreadable
-from distflow.untrusted_files import check_file, check_tensors, read_file
+from distflow.untrusted_files import MAX_SOURCE_BYTES, check_file, check_tensors, read_file
 
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 BUILTIN_PREFIX = "builtin:"
@@ -121,8 +121,11 @@ def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:
             except OSError as error:
                 raise unreadable(file, error) from error
     for file in map(Path(resolved).joinpath, (*_LARGEST, _INDEX, "tokenizer_config.json")):
-        if file.is_file():
-            _check_content(file)
+        try:
+            if file.is_file():
+                _check_content(file)
+        except OSError as error:
+            raise unreadable(file, error) from error
     if not any(any(Path(resolved).glob(pattern)) for pattern in patterns):
         listed = "" if patterns == (what,) else f" ({', '.join(patterns)})"
         new = " (model.init=random makes new ones)" if what == "weights" else ""
@@ -148,7 +151,8 @@ weights."""
 
 def _check_content(file: Path) -> None:
     """Raises UserError if libraries that read the file would take all memory or time, or read files elsewhere."""
-    found = parse_object(read_file(file, max_bytes=_MAX_TEXT_BYTES)) or {}
+    most_bytes = MAX_SOURCE_BYTES if file.name == "config.json" else _MAX_TEXT_BYTES
+    found = parse_object(read_file(file, max_bytes=most_bytes)) or {}
     weights = found.get("weight_map")
     for name in set(map(str, weights.values())) if isinstance(weights, dict) else ():
         if name != Path(name).name:

@@ -14,6 +14,7 @@ from typing import Any
 
 from distflow.errors import UserError, blaming, hint
 from distflow.hub_id_or_local_path import is_local_model
+from distflow.untrusted_files import MAX_SOURCE_BYTES, read_file
 
 GB = 10**9
 _DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3")
@@ -154,10 +155,10 @@ def _cached(name: str) -> list[Path]:
 
 def _read(file: Path) -> ModelShape:
     try:
-        content = json.loads(file.read_text("utf-8"))
+        content = json.loads(read_file(file, max_bytes=MAX_SOURCE_BYTES))
         if not isinstance(content, dict):
             raise ValueError("it is not an object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read as a model's config: {error}") from error
     with blaming(str(file)):
         return ModelShape.of(content)
