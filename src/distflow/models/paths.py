@@ -113,7 +113,8 @@ def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:
     for file in Path(resolved).iterdir():  # links may lead elsewhere, e.g. into the hub's cache
         if file.suffix in (*_TEXTS, *_TENSORS) and not file.is_dir():
             try:
-                check_file(file, max_bytes=_MAX_TEXT_BYTES if file.suffix in _TEXTS else None)
+                most = _MAX_TEXT_BYTES if file.suffix in _TEXTS else None
+                check_file(file, max_bytes=MAX_SOURCE_BYTES if file.name.endswith("config.json") else most)
                 if file.suffix == ".safetensors":
                     check_tensors(file)
                 elif file.name == "tokenizer.json" and read_file(file).count(b'"content"') > _MOST_ADDED:
@@ -151,8 +152,7 @@ weights."""
 
 def _check_content(file: Path) -> None:
     """Raises UserError if libraries that read the file would take all memory or time, or read files elsewhere."""
-    most_bytes = MAX_SOURCE_BYTES if file.name == "config.json" else _MAX_TEXT_BYTES
-    found = parse_object(read_file(file, max_bytes=most_bytes)) or {}
+    found = parse_object(read_file(file, max_bytes=_MAX_TEXT_BYTES)) or {}
     weights = found.get("weight_map")
     for name in set(map(str, weights.values())) if isinstance(weights, dict) else ():
         if name != Path(name).name:
