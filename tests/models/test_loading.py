@@ -233,6 +233,11 @@ def test_a_model_may_lie_in_an_installed_package_which_is_not_imported(
         ("config.json", {"hidden_size": 10**6}, "config.json implies [0-9,]{9,} weights"),
         ("model.safetensors.index.json", {"weight_map": {"x": "../x.safetensors"}}, "names weights of another folder"),
         ("model.safetensors.index.json", {"weight_map": {"x": "/dev/zero"}}, "names weights of another folder"),
+        (
+            "model.safetensors.index.json",
+            {"weight_map": dict.fromkeys(range(500_001), "x")},
+            "500,001 weights",
+        ),
     ],
 )
 def test_a_folder_that_would_take_all_memory_or_lead_elsewhere_is_refused(
@@ -242,6 +247,13 @@ def test_a_folder_that_would_take_all_memory_or_lead_elsewhere_is_refused(
         (folder / file).write_text("{}")
     edit_json(folder / file, **changes)
     with pytest.raises(UserError, match=message):
+        load_model(folder)
+
+
+def test_a_folder_of_very_many_files_is_no_models(folder: Path) -> None:
+    for i in range(10_001):
+        (folder / f"{i}").touch()
+    with pytest.raises(UserError, match="has more than 10,000 files"):
         load_model(folder)
 
 

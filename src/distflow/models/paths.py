@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import EFBIG
+from itertools import islice
 from pathlib import Path
 
 from distflow.builtin_names import MODELS
@@ -110,7 +111,10 @@ def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:
     its files are not yet known."""
     if not is_local(resolved):
         return
-    for file in Path(resolved).iterdir():  # links may lead elsewhere, e.g. into the hub's cache
+    found = [*islice(Path(resolved).iterdir(), _MOST_FILES + 1)]
+    if len(found) > _MOST_FILES:
+        raise UserError(f"'{resolved}' has more than {_MOST_FILES:,} files: it is not the folder of a model")
+    for file in found:  # links may lead elsewhere, e.g. into the hub's cache
         if file.suffix in (*_TEXTS, *_TENSORS) and not file.is_dir():
             try:
                 most = _MAX_TEXT_BYTES if file.suffix in _TEXTS else None
@@ -137,6 +141,9 @@ _TEXTS, _TENSORS = (".json", ".jinja", ".txt", ".model"), (".safetensors", ".bin
 _MAX_TEXT_BYTES = 64 * 2**20
 """Twice the size of the largest published tokenizers."""
 
+_MOST_FILES, _MOST_WEIGHTS = 10_000, 500_000
+"""Of a folder and of an index. The largest published models have about 90,000 weights."""
+
 _MOST_ADDED = 50_000
 """Tokens that a tokenizer adds to its vocabulary, for each of which a text is searched."""
 
@@ -154,6 +161,8 @@ def _check_content(file: Path) -> None:
     """Raises UserError if libraries that read the file would take all memory or time, or read files elsewhere."""
     found = parse_object(read_file(file, max_bytes=_MAX_TEXT_BYTES)) or {}
     weights = found.get("weight_map")
+    if isinstance(weights, dict) and len(weights) > _MOST_WEIGHTS:
+        raise UserError(f"'{file}' is not that of a model: it names {len(weights):,} weights")
     for name in set(map(str, weights.values())) if isinstance(weights, dict) else ():
         if name != Path(name).name:
             raise UserError(f"'{file}' names weights of another folder: {name[:200]!r}")
