@@ -110,7 +110,7 @@ def updates(model: nn.Module, rank: int, folder: Path) -> None:
 
 def recorded(record: UpdateRecord, config: Config, taken: int) -> Any:
     """What the check reads."""
-    run = SimpleNamespace(spec=SimpleNamespace(data=SimpleNamespace(total_steps=10)), training_steps=[])
+    run = SimpleNamespace(spec=SimpleNamespace(data=SimpleNamespace(total_steps=10)), training_steps=[], moved={})
     return SimpleNamespace(
         run=run, config=config, updates=[record], updates_of=lambda role: [record], num_updates={"actor": taken}
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from distflow.rollout.embedded.host_steps import RequestLane
+from distflow.rollout.embedded.request_lane import RequestLane
 
 from distflow.algorithms.mismatch_check import Tolerance
 from distflow.checks import engine_weights_canary

@@ -1073,7 +1073,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
             ("a setting misspelt", [f"{DOMAIN_A[:-2]}, wieght: 2}}}}"], "data.domains", ("did you mean weight?",)),
             (
                 "a setting that is two",
-                [f"{DOMAIN_A[:-2]}, reward: [math, math]}}}}"],
+                [DOMAIN_A.replace("reward: math", "reward: [math, math]")],
                 "data.domains",
                 ("'math' twice",),
             ),

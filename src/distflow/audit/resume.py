@@ -145,9 +145,9 @@ def audit_resume(recorded: RecordedStep) -> str | None:
 )
 def audit_loaded(run: AuditedRun) -> str | None:
     settings, model = run.spec.config.actor_rollout_ref.model, model_of(run.resources.actor)
-    if model is None or settings.init == "random" or settings.path is None:
+    if model is None or settings.init == "random" or settings.path is None or run.inputs.resumed is not None:
         return NOT_APPLICABLE
-    if run.inputs.resumed is not None or settings.trust_remote_code or settings.gguf_file:
+    if settings.trust_remote_code or settings.gguf_file:
         return "the run does not begin with safetensors alone"
     first = unwrapped(next(iter(models_of(model).values())))
     own = {plain_name(name): p.detach() for name, p in first.named_parameters() if not isinstance(p, DTensor)}
