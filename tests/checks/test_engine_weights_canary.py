@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from distflow.rollout.embedded.request_lane import RequestLane
 
 from distflow.algorithms.mismatch_check import Tolerance
 from distflow.checks import engine_weights_canary
@@ -17,6 +16,7 @@ from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.models.loading import load_model, load_tokenizer
 from distflow.rollout.embedded.engine import EmbeddedEngine
+from distflow.rollout.embedded.request_lane import RequestLane
 from distflow.rollout.engine import SamplingParams
 from distflow.scheduling.group_states import Version
 from distflow.training.optimizer import make_optimizer, make_schedule
