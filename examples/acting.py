@@ -48,7 +48,7 @@ if __name__ == "__main__":
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     sizes = {"num_attention_heads": 4, "hidden_size": 96, "intermediate_size": 192, "initializer_range": 0.1}
     config = LlavaConfig(
-        vision_config={"image_size": 5, "patch_size": 5, "num_hidden_layers": 1, **sizes},  # a pixel per cell
+        vision_config={"image_size": 5, "patch_size": 1, "num_hidden_layers": 1, **sizes},  # a token per cell
         text_config={"model_type": "llama", "vocab_size": len(tokenizer), "num_hidden_layers": 2, **sizes}
         | {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id},
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
@@ -57,7 +57,7 @@ if __name__ == "__main__":
     colours = {"image_mean": [0.08] * 3, "image_std": [0.5] * 3}  # empty cells are about 0
     colours |= {"size": {"height": 5, "width": 5}, "resample": Image.Resampling.BOX}
     images = CLIPImageProcessor(do_center_crop=False, **colours)
-    processor = LlavaProcessor(images, tokenizer, patch_size=5, num_additional_image_tokens=1)
+    processor = LlavaProcessor(images, tokenizer, patch_size=1, num_additional_image_tokens=1)
     processor.vision_feature_select_strategy = "default"
     model = LlavaForConditionalGeneration(config)
     print(f"{sum(weight.numel() for weight in model.parameters()):,} parameters")
