@@ -81,7 +81,7 @@ def test_processes_of_a_tool_end_with_the_episode(tools: Tools, tmp_path: Path) 
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may end while it is read
         return False
 
 

@@ -52,7 +52,7 @@ def is_running(pid: int) -> bool:
     """A zombie does not run: in a container nobody may be there to reap it."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may end while it is read
         return False
     return state not in "ZX"
 

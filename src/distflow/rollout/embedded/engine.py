@@ -102,6 +102,7 @@ class EmbeddedEngine:
         # Only the step loop's thread uses the fields down to `_pending`; asyncio's thread posts commands. Only
         # asyncio's thread draws request numbers.
         self._weights = EngineWeights(self.model, self.shares_weights)
+        self._loaded = self.version  # when the weights were loaded; the version may change without a load
         device = self.on_device
         if device is None and self._decoder.device.type != "cpu" and not self.batch_invariant:
             device = DeviceOptions(graphs=not self.enforce_eager)
@@ -207,7 +208,7 @@ class EmbeddedEngine:
             self.model.eval()
         # A lane may have to wait for memory used by the other.
         lane = next(each for each in self._lanes if each.scheduler.running or each.scheduler.can_prefill())
-        step_tokens = lane.step(self.version)
+        step_tokens = lane.step(self._loaded)
         if step_tokens is not None and step_tokens.sequences:  # all sequences may have ended meanwhile
             self._take(lane, step_tokens, t0)
 
@@ -288,6 +289,7 @@ class EmbeddedEngine:
         for lane in self._lanes:
             lane.forget_prefixes()
         if weights is not None:
+            self._loaded = version
             self._refresh_weights()
             for lane in self._lanes:
                 lane.prompts.clear()
