@@ -1,7 +1,8 @@
-"""Deadlines for tests in which something healthy must end before a hang is cut."""
+"""Deadlines for tests in which something healthy must end before a hang is cut, and whether a process has ended."""
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 
 def at_some_deadline(check: Callable[[float], None], *deadlines_s: float) -> None:
@@ -21,3 +22,12 @@ def wait_until(holds: Callable[[], object], what: str, within_s: float = 120.0) 
     while not holds():
         assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
         time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """A zombie does not run: in a container nobody may be there to reap it."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # it may end while it is read
+        return False
+    return state not in "ZX"

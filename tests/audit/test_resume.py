@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from distflow.audit.recorded_step import Wrong
@@ -43,6 +44,15 @@ def test_weights_that_are_not_the_files(tmp_path: Path, change: Any) -> None:
             change(model)
     with pytest.raises(Wrong, match="of the policy is not what .*model.safetensors has") if change else nullcontext():
         assert audit_loaded.run(begun(tmp_path, model)) is None
+
+
+def test_a_weight_without_dimensions_is_passed_over(tmp_path: Path) -> None:
+    model = load_model(write_tiny_model(tmp_path))
+    model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
+    save_file(
+        {name: weight.detach().clone() for name, weight in model.named_parameters()}, tmp_path / "model.safetensors"
+    )
+    assert audit_loaded.run(begun(tmp_path, model)) is None
 
 
 @pytest.mark.parametrize("is_changed", [False, True])

@@ -19,8 +19,8 @@ from distflow.errors import UserError
 from distflow.launch.user_code_trust import pipeline_code
 from tests.e2e.runs import Run
 from tests.environments.test_chat import FAMILIES, Engine, chat_of
-from tests.environments.test_tools import is_running
 from tests.environments.test_training import WORKFLOW, Games, saved
+from tests.patience import is_running
 
 pytestmark = [
     pytest.mark.slow,

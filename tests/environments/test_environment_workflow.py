@@ -17,8 +17,8 @@ from distflow.environments.user_process import CallFailed
 from distflow.environments.workflows import Row
 from distflow.errors import UserError
 from distflow.observe.run_reader import read_samples
-from tests.environments.test_tools import is_running
 from tests.environments.test_training import Games
+from tests.patience import is_running
 from tests.tiny_models import tiny_tokenizer
 
 FILE = f"{Path(__file__).with_name('games.py')}:"

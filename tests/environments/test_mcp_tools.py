@@ -16,8 +16,8 @@ from distflow.environments.tool_calls import ToolCall
 from distflow.environments.tool_workflow import ToolWorkflow
 from distflow.environments.tools import Tools
 from distflow.errors import UserError
-from tests.environments.test_tools import answers, is_running
-from tests.patience import at_some_deadline, wait_until
+from tests.environments.test_tools import answers
+from tests.patience import at_some_deadline, is_running, wait_until
 
 pytest.importorskip("mcp", reason="wants mcp: make test-agents")
 pytestmark = pytest.mark.slow

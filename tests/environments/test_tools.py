@@ -15,6 +15,7 @@ from distflow.environments.tools import EpisodeTools, Tools
 from distflow.errors import UserError
 from distflow.sandbox.interface import Limits
 from distflow.sandbox.sandbox import Sandbox, Session
+from tests.patience import is_running
 
 FILE = f"{Path(__file__).with_name('hostile_tools.py')}:"
 MOST = 300
@@ -76,13 +77,6 @@ def test_processes_of_a_tool_end_with_the_episode(tools: Tools, tmp_path: Path) 
     assert answers(tools, ToolCall("starts", {"file": str(file)}))[0] == ["started"]
     while is_running(int(file.read_text())):  # else this test runs into its timeout
         time.sleep(0.05)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):  # it may end while it is read
-        return False
 
 
 def test_a_call_that_does_not_end_is_ended_at_its_deadline() -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from distflow.environments.user_process import ProcessServer, UserProcess
 from distflow.runtime.user_calls import deadline_paused, run_async
-from tests.environments.test_tools import is_running
-from tests.patience import wait_until
+from tests.patience import is_running, wait_until
 
 RUN = """
 import asyncio, sys

@@ -156,7 +156,8 @@ def audit_loaded(run: AuditedRun) -> str | None:
         with safe_open(path, "pt") as file:
             for name in own.keys() & set(file.keys()):
                 kept, weight = file.get_slice(name), own[name]
-                if kept.get_dtype() not in ("F64", "F32", "F16", "BF16") or tuple(kept.get_shape()) != weight.shape:
+                is_float = kept.get_dtype() in ("F64", "F32", "F16", "BF16")
+                if not is_float or weight.dim() == 0 or tuple(kept.get_shape()) != weight.shape:
                     continue
                 start = random.Random(name).randrange(max(len(weight) - NUM_ROWS, 0) + 1)
                 rows = slice(start, start + NUM_ROWS)

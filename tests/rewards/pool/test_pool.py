@@ -18,7 +18,7 @@ from distflow.rewards.pool import process
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.pool.process import Channel
 from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout
-from tests.patience import at_some_deadline
+from tests.patience import at_some_deadline, is_running
 from tests.rewards.routers import make_router, pids_of
 
 FAULTY = f"{Path(__file__).with_name('faulty_verifiers.py')}:compute_score"
@@ -46,15 +46,6 @@ def arguments(what: str, **extra) -> dict:
 
 def still_serves(pool: RewardPool) -> bool:
     return judge(pool, "echo", value=0.75) == Score(0.75)
-
-
-def is_running(pid: int) -> bool:
-    """A zombie does not run: in a container nobody may be there to reap it."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):  # it may end while it is read
-        return False
-    return state not in "ZX"
 
 
 def wait_until_gone(pids: list[int], limit_s: float = 60.0) -> list[int]:
