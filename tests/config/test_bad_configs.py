@@ -15,8 +15,26 @@ VAL = "data.val_files=val.jsonl"
 DOMAIN_A = "data.domains={a: {train_files: a.jsonl, reward: math}}"
 CORRECTION = "algorithm.rollout_correction"
 
+NUMBERS = (
+    *(f"{ROLLOUT}.workflow=simulator", f"{ROLLOUT}.name=hf"),
+    f"{ROLLOUT}.workflow_kwargs={{actions: {{head: gaussian, low: -1, high: 1}}}}",
+)
 # name: (preset, overrides, the key that is named first, parts of the message)
 BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
+    # continuous actions
+    **{
+        f"numbers of actions and {override.split('=')[0]}": (
+            "grpo",
+            [*NUMBERS, override],
+            override.split("=")[0].removeprefix("+"),
+            ("actions.head=gaussian draws numbers",),
+        )
+        for override in (
+            *(f"{ROLLOUT}.name=embedded", f"{ROLLOUT}.workflow=tools", f"{ROLLOUT}.temperature=0.7"),
+            *(f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5", f"{ROLLOUT}.min_p=0.1", f"{ROLLOUT}.stop=[x]"),
+            *(f"{ROLLOUT}.repetition_penalty=1.1", f"{MODEL}.lora_rank=4", f"{ROLLOUT}.agents={{a: {{}}}}"),
+        )
+    },
     # what is missing
     "no data": ("grpo", ["~data.train_files"], "data.train_files", ("no data to train on", "FILE.jsonl")),
     "no data, null": ("grpo", ["data.train_files=null"], "data.train_files", ("no data to train on",)),

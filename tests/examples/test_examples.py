@@ -16,6 +16,7 @@ from tests.user_code import forgotten
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 MAX_LINES = {"own_loop.py": 40, "areal_gsm8k_grpo.py": 60, "tool_use.py": 40, "images.py": 60, "acting.py": 65}
+MAX_LINES["acting_continuous.py"] = 75
 
 
 @pytest.fixture(autouse=True)
@@ -183,6 +184,20 @@ def rewards_after_sft(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_the_model_learns_to_name_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = rewards_after_sft("images", tmp_path, monkeypatch)
     assert sum(found[:3]) / 3 < 0.4 and sum(found[-3:]) / 3 > 0.7, found
+
+
+@pytest.mark.slow
+@pytest.mark.by_hand
+def test_the_policy_learns_continuous_moves_from_random_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.chdir(tmp_path)
+        runpy.run_path(str(EXAMPLES / "acting_continuous.py"), run_name="__main__")
+    start = f"actor_rollout_ref.model.path={tmp_path}/runs/acting_continuous/start"
+    found = rewards(tmp_path / "grpo", "train", "examples/acting_continuous.yaml", start)
+    assert not notes(tmp_path / "grpo", "warning")
+    assert abs(sum(found[:3]) / 3) < 0.15 and sum(found[-10:]) / 10 > 0.6, found
 
 
 @pytest.mark.slow
