@@ -35,6 +35,21 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
             *(f"{ROLLOUT}.repetition_penalty=1.1", f"{MODEL}.lora_rank=4", f"{ROLLOUT}.agents={{a: {{}}}}"),
         )
     },
+    "numbers of actions of one of several workflows": (
+        "grpo",
+        [
+            *(f"{ROLLOUT}.workflow=by_domain", f"{ROLLOUT}.name=hf"),
+            f"{ROLLOUT}.workflow_kwargs={{a: {{workflow: simulator, actions: {{head: gaussian, low: -1, high: 1}}}}}}",
+        ],
+        f"{ROLLOUT}.workflow",
+        ("actions.head=gaussian draws numbers", "set it to simulator"),
+    ),
+    "numbers of actions and sampled validation": (
+        "grpo",
+        [*NUMBERS, f"{ROLLOUT}.val_kwargs.n=2"],
+        f"{ROLLOUT}.val_kwargs.temperature",
+        ("actions.head=gaussian draws numbers", "val_kwargs.temperature=1.0"),
+    ),
     # what is missing
     "no data": ("grpo", ["~data.train_files"], "data.train_files", ("no data to train on", "FILE.jsonl")),
     "no data, null": ("grpo", ["data.train_files=null"], "data.train_files", ("no data to train on",)),

@@ -16,6 +16,7 @@ from distflow.models import log_probs
 from distflow.observe.run_reader import read_samples
 from distflow.rollout import hf
 from distflow.rollout.engine import Generation
+from distflow.runtime.run_errors_and_limits import TooManyErrors
 from tests.e2e.planting import plant_in_group
 from tests.e2e.runs import Playground, Run
 from tests.e2e.test_acting import ACTS, DECISIONS, FILE, LEVELS, flow
@@ -150,4 +151,12 @@ FAULTS = {
 def test_a_wrong_number_ends_the_run_in_the_first_step(playground: Playground, monkeypatch: Patch, plant: Any) -> None:
     plant(monkeypatch)
     with pytest.raises(TrustError, match=FAULTS[plant]):
+        playground.run("grpo", *KEYS, options(), FAST)
+
+
+def test_numbers_that_are_not_finite_are_errors_of_their_episodes(playground: Playground, monkeypatch: Patch) -> None:
+    """They are neither executed nor trained on, and the run ends with their cause."""
+    right = hf.normal_of
+    monkeypatch.setattr(hf, "normal_of", lambda *given: [each * math.nan for each in right(*given)])
+    with pytest.raises(TooManyErrors, match="160 of 160 scores are reward errors .* is nan: the policy has diverged"):
         playground.run("grpo", *KEYS, options(), FAST)
