@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distflow.errors import UserError
-from distflow.rollout.engine import ActionHead
+from distflow.models.log_probs import ActionHead
 from distflow.rollout.hf import HFEngine
 from distflow.rollout.stops_and_draws import sample_key, uniforms
 from tests.rollout.drive import (
