@@ -3,8 +3,9 @@
 python examples/own_loop.py
 """
 
-import distflow
 from distflow.algorithms.advantages.grpo_family import compute_grpo_advantage
+
+import distflow
 from distflow.algorithms.objectives import PolicyObjective
 
 

@@ -22,7 +22,7 @@ from distflow.data.encoded_prompts import PromptRow, PromptRows
 from distflow.data.sources import BUILTIN_FOLDER
 from distflow.models.image_inputs import images_of
 from distflow.rewards.self_check import find_broken
-from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS
+from distflow.scheduling.data_plan import UNKNOWN_ROWS
 from distflow.untrusted_files import matching_files
 
 NUM_ROWS, NUM_PROMPTS, MOST_ROWS, MOST_BYTES = 256, 32, 2**14, 2**28

@@ -39,8 +39,8 @@ from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_services import RolloutServices
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_ports_and_inputs import WorkerInputs
+from distflow.scheduling.data_plan import UNKNOWN_ROWS, WINDOW
 from distflow.scheduling.group_states import PromptGroup
-from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS, WINDOW
 from distflow.training.engine import Collective
 
 MOST_GATHERED = 2**20

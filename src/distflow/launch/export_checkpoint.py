@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config, Loaded, config_of_run, flatten
 from distflow.config.derived_settings import config_of_policy, trained_policies
+from distflow.config.keys.dag import FIRST_POLICY
 from distflow.config.keys.schema import with_values
-from distflow.config.keys.trainer_async_dag import FIRST_POLICY
 from distflow.errors import UserError
 from distflow.launch.configured_models import copy_weights, load_policy, tokenizer_loader
 from distflow.launch.user_code_trust import code_of_run, model_code, only_if_trusted, without_model_code

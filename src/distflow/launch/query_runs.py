@@ -10,6 +10,7 @@ import re
 import tempfile
 import threading
 import time
+import tomllib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -70,47 +71,8 @@ VIEWS: dict[str, str] = {
 }
 """The views and their columns."""
 
-QUESTIONS: dict[str, tuple[str, str]] = {
-    "reward": (
-        "the reward",
-        "select step, run, value as reward from metrics where kind = 'train' and key = 'reward/mean_score' order by 1",
-    ),
-    "slow": (
-        "which sample made the slowest step slow?",
-        """select s.run, s.step, s.uid, s.response_length, s.finish_reason,
-  round(g.completed - g.started, 2) as seconds, g.attempts, s.domain
-from groups g join samples s on s.run = g.run and s.group_id = g.group_id and s.step = g.step and s.split = 'train'
-where (g.run, g.step) in (select (run, arg_max(step, value)) from metrics where key = 'timing_s/step' group by run)
-order by s.run, g.completed desc, s.response_length desc limit 50""",
-    ),
-    "samples": (
-        "why did the reward fall? by step",
-        """select step, run, avg(score) as score, stddev(score) as spread,
-  avg((finish_reason = 'length')::int) as truncated, avg((score is null)::int) as failed,
-  avg(response_length) / max(max(response_length)) over () as length
-from samples where split = 'train' group by all order by all""",
-    ),
-    "moved": (
-        "why did the reward fall? what moved with it",
-        """select m.run, m.key, round(corr(m.value, r.value), 3) as correlation from metrics m
-join metrics r on r.run = m.run and r.step = m.step and r.kind = 'train' and r.key = 'reward/mean_score'
-where m.kind = 'train' and isfinite(m.value) and isfinite(r.value) and m.key <> r.key group by all
-having count(*) > 5 and isfinite(correlation) order by abs(correlation) desc limit 40""",
-    ),
-    "time": (
-        "where does the time go?",
-        """select run, kind, cause, round(sum(seconds), 1) as seconds,
-  round(100 * sum(seconds) / sum(sum(seconds)) over (partition by run), 1) as percent
-from invoice group by run, kind, cause order by seconds desc limit 40""",
-    ),
-    "weights": (
-        "is the rollout on the new weights?",
-        """select step, run, min(version) as oldest, max(version) as newest, step - 1 - min(version) as most_stale,
-  count(*) as samples
-from (select step, run, unnest(from_json(versions, '["BIGINT"]')) as version from samples where split = 'train')
-group by step, run order by step, run""",
-    ),
-}
+_QUESTIONS = tomllib.loads(Path(__file__).with_name("questions.toml").read_text("utf-8"))
+QUESTIONS = {word: (str(question), str(select)) for word, (question, select) in _QUESTIONS.items()}
 """What is asked most often, by a word that may stand in place of a SELECT."""
 
 _SAMPLES = """create or replace view samples as select f.run, f.step, f.split, {columns}

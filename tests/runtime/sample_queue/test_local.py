@@ -16,7 +16,7 @@ from distflow.runtime.rollout_group import finished_group
 from distflow.runtime.run_errors_and_limits import Failure, NoProgress, UserNoProgress
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import DroppedGroup, Released, TrainingStep
-from distflow.scheduling.bin_packing import DpGroupShares
+from distflow.runtime.worker_place_and_dp_groups import DpGroupShares
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import CountsError, PromptGroup
 from distflow.scheduling.sample_queue import Exhausted

@@ -13,8 +13,17 @@ import torch
 
 from distflow.cluster.ray_launcher import NEEDED, is_installed, own_ray
 from distflow.commands.selftest.collectives import check_collectives
-from distflow.commands.selftest.run_numbers import RECORDED, Differences, Figures, Recorded, differences, read_recorded
-from distflow.commands.selftest.runs import TOKENIZER, Lab, write_models
+from distflow.commands.selftest.runs import (
+    RECORDED,
+    TOKENIZER,
+    Differences,
+    Figures,
+    Lab,
+    Recorded,
+    differences,
+    read_recorded,
+    write_models,
+)
 from distflow.config import Config
 from distflow.errors import RayNotStarted
 from distflow.launch import doctor_device_checks
