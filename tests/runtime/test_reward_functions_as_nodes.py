@@ -8,7 +8,7 @@ import torch
 
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, node
-from distflow.runtime.rollout_group import Group
+from distflow.runtime.group_record import Group
 from distflow.runtime.run_errors_and_limits import UserNodeError
 from distflow.runtime.user_calls import PlainCalls
 from tests.runtime.groups import context, group, group_with_responses, step

@@ -1,4 +1,4 @@
-"""Policy-gradient losses without PPO's clip: GPG, CPGD, DRO, TOPR and SAPO.
+"""Policy-gradient losses without PPO's clip: GPG, CPGD, DRO, TOPR, SAPO and CISPO.
 
 - GPG: the plain −logπ·A (Chu et al. 2025, arXiv:2504.02546, equation 5 as numbered at ICLR 2026). The paper's mean is
   `token-mean`; its α and F_norm are in its advantage, the estimator `gpg`.
@@ -10,6 +10,7 @@
   eq. 8: Σ_{T+} μ(τ) R(τ) ∇log π(τ) + Σ_{T−} μ(τ) [π(τ)/μ(τ)]₀¹ R(τ) ∇log π(τ)). The paper's ratio is of the whole
   response τ; ROLL takes it per token.
 - SAPO: a smooth gate in place of the clip (Gao et al. 2025, arXiv:2511.20347).
+- CISPO: a clipped, gradient-free importance weight on every token's log-prob (MiniMax 2025, arXiv:2506.13585).
 """
 
 import math
@@ -151,3 +152,25 @@ def compute_sapo_loss(
     tau = torch.where(advantages > 0, torch.full_like(advantages, tau_pos), torch.full_like(advantages, tau_neg))
     gate = torch.sigmoid(tau * (difference.exp() - 1.0)) * (4.0 / tau)
     return -gate * advantages, {"ppo_kl": -difference.detach()}
+
+
+@register_policy_loss("cispo")
+def compute_cispo_loss(
+    log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_below: bool = True,
+) -> tuple[Tensor, Stats]:
+    """−sg[clip(r, 1 − ε_low, 1 + ε_high)]·A·logπ per token; all `(bs, response_length)`.
+
+    `clip_below` False drops the lower bound, as the paper does.
+    """
+    difference = log_ratio(log_probs, old_log_probs, loss_mask).detach()
+    ratio = difference.exp()
+    weight = ratio.clamp(1.0 - clip_ratio_low if clip_below else 0.0, 1.0 + clip_ratio_high)
+    loss = -weight * under_mask(advantages, loss_mask) * under_mask(log_probs, loss_mask)
+    return loss, {"pg_clipfrac": as_stat(weight != ratio, ratio), "ppo_kl": -difference}
