@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from distflow.algorithms.advantages.grpo_family import compute_grpo_advantage
+from distflow.algorithms.advantages.critic_free import compute_grpo_advantage
 
 import distflow
 from distflow.algorithms.objectives import PolicyObjective

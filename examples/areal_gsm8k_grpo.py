@@ -6,7 +6,7 @@ python examples/areal_gsm8k_grpo.py trainer.launcher=ray trainer.n_gpus_per_node
 
 import sys
 
-from distflow.algorithms.advantages.grpo_family import compute_grpo_advantage
+from distflow.algorithms.advantages.critic_free import compute_grpo_advantage
 
 import distflow
 from distflow.algorithms.objectives import PolicyObjective
