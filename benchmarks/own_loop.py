@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from distflow.algorithms.advantages.critic_free import compute_grpo_advantage
 
 import distflow
+from distflow.algorithms.advantages.critic_free import compute_grpo_advantage
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.cluster.supervisor import RayRun
 

@@ -6,9 +6,8 @@ python examples/areal_gsm8k_grpo.py trainer.launcher=ray trainer.n_gpus_per_node
 
 import sys
 
-from distflow.algorithms.advantages.critic_free import compute_grpo_advantage
-
 import distflow
+from distflow.algorithms.advantages.critic_free import compute_grpo_advantage
 from distflow.algorithms.objectives import PolicyObjective
 
 # AReaL's config, data loaders, allocation, saver, evaluator and recover handler are keys of the run.

@@ -3,9 +3,8 @@
 python examples/own_loop.py
 """
 
-from distflow.algorithms.advantages.critic_free import compute_grpo_advantage
-
 import distflow
+from distflow.algorithms.advantages.critic_free import compute_grpo_advantage
 from distflow.algorithms.objectives import PolicyObjective
 
 

@@ -48,7 +48,6 @@ def to_lines(overrides: Overrides) -> list[str]:
 
 
 def key_of(line: str) -> str:
-    """The key that a line sets."""
     return line.partition("=")[0].lstrip("+~")
 
 

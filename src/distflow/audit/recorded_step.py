@@ -124,7 +124,6 @@ class AuditedRun:
         return lru_cache(maxsize=1024)(lambda ids: str(decode(list(ids), skip_special_tokens=True)))
 
     def call_reward(self, name: str, arguments: Mapping[str, object]) -> RewardResult:
-        """Call a reward function for one sample."""
         assert self.resources.reward_fn is not None, "called only if there is one"
         return self.services.call(self.resources.reward_fn.pools.call(name, arguments))
 
@@ -439,7 +438,6 @@ def samples_of(batch: Batch) -> list[Sample]:
 
 
 def by_group_of(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
-    """The samples of each group."""
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(int(sample["group_index"]), []).append(sample)

@@ -119,7 +119,6 @@ def compare(lab: Lab, pair: Pair) -> Row:
 
 
 def leave_out(lab: Lab, pair: Pair) -> Row:
-    """Skip a pair."""
     why = f"Ray is not installed: it {NEEDED}"
     return Row(lab.preset, pair.name, len(lab.prompts), pair.limit, None, left_out=why)
 

@@ -84,16 +84,14 @@ def add_model_scores(config: Config) -> Callable[..., object]:
             placed = torch.where(alone[:, None], placed, batch["token_level_scores"] + added)
         found |= dict.fromkeys(SCORE_FIELDS, placed)
         counts = {
-            f"reward/{'errors' if model.judge else 'cut'}/{name}": float(sum(map(_has_fault, said[name])))
+            f"reward/{'errors' if model.judge else 'cut'}/{name}": float(
+                sum(bool(each.get("error") or each.get("cut")) for each in said[name])
+            )
             for name, model in models.items()
         }
         return NodeOutput(found, counts)
 
     return add
-
-
-def _has_fault(answer: Answer) -> bool:
-    return bool(answer.get("error") or answer.get("cut"))
 
 
 def _failed(said: Mapping[str, Sequence[Answer]], asked: Sequence[bool]) -> dict[int, str]:
