@@ -22,7 +22,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    from distflow.launch.export_checkpoint import export_checkpoint
+    from distflow.launch.run_folders.export_checkpoint import export_checkpoint
 
     source, target = Path(arguments.checkpoint), Path(arguments.to)
     export_checkpoint(source, target, trust_code=arguments.trust_code, say=print, adapter=arguments.adapter)
@@ -35,7 +35,7 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
-    from distflow.launch.replay_nonfinite_update import replay_bundle
+    from distflow.launch.run_folders.replay_nonfinite_update import replay_bundle
 
     for line in replay_bundle(Path(arguments.bundle), trust_code=arguments.trust_code):
         print(line)

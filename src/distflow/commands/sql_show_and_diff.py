@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distflow.commands.arguments_and_run_folders import LEDGER, at_least, find_run
 from distflow.errors import UserError, count_of
+from distflow.launch.run_folders.step_lineage import ledger_groups
 from distflow.observe.crash_safe_files import JSON, encode, read_object, to_json
 from distflow.observe.metrics import headline_names
 from distflow.observe.report.metric_differences import LAST
@@ -23,7 +24,6 @@ from distflow.observe.run_reader import (
     Group,
     config_sources,
     flat_config,
-    groups_of,
     in_short,
     read_samples,
     read_timeline,
@@ -32,11 +32,10 @@ from distflow.observe.run_reader import (
 )
 from distflow.observe.sample_files import DROPPED
 from distflow.observe.sanitized_output import escape_control
-from distflow.scheduling.ledger import surviving_records
 from distflow.untrusted_files import check_file
 
 if TYPE_CHECKING:
-    from distflow.launch.query_runs import Answer
+    from distflow.launch.run_folders.query_runs import Answer
     from distflow.observe.report.run_rules import RunRecords
 
 _MAX_CELL, _MAX_SHOWN = 60, 40
@@ -55,7 +54,7 @@ def add_sql_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_sql(arguments: argparse.Namespace) -> int:
-    from distflow.launch.query_runs import query_runs
+    from distflow.launch.run_folders.query_runs import query_runs
 
     runs = [find_run(run_dir) for run_dir in arguments.run_dirs]
     answer = query_runs(runs, arguments.query, arguments.rows, arguments.seconds)
@@ -128,7 +127,7 @@ class FoundSample(NamedTuple):
 def find_sample(run_dir: Path, uid: str, step: int | None) -> FoundSample:
     """step: the only one to look at; None if it is not known. Raises UserError if there is no such sample."""
     name, known = uid.partition("-")[0], read_timeline(run_dir)
-    group = groups_of(surviving_records(run_dir / LEDGER)).get(int(name) if name.isdecimal() and len(name) < 19 else -1)
+    group = ledger_groups(run_dir / LEDGER).get(int(name) if name.isdecimal() and len(name) < 19 else -1)
     for split in (*sample_splits(run_dir), DROPPED):
         steps = sorted(sample_steps(run_dir, split), reverse=True)
         wanted = step if step is not None else group.step if group and split == "train" else None
@@ -261,7 +260,7 @@ def _config_changes(
 def _first_difference(a: "RunRecords", b: "RunRecords") -> str:
     """The first group with another row; if there is none, the first sample with another response, and the first
     tensor."""
-    groups = [groups_of(surviving_records(run.run_dir / LEDGER)) for run in (a, b)]
+    groups = [ledger_groups(run.run_dir / LEDGER) for run in (a, b)]
     for group_id in sorted({*groups[0]} & {*groups[1]}):
         first, second = (each[group_id] for each in groups)
         if (first.epoch, first.row) != (second.epoch, second.row):
@@ -286,7 +285,7 @@ def _first_response(a: "RunRecords", b: "RunRecords") -> str:
 
 def _token(a: "RunRecords", b: "RunRecords", step: int, uid: str) -> str:
     """The first token that differs, with its log-probs, if both runs saved the step's tokens."""
-    from distflow.launch.query_runs import saved_tokens
+    from distflow.launch.run_folders.query_runs import saved_tokens
 
     first, second = ([row for row in saved_tokens(run.run_dir, step) if row[1] == uid] for run in (a, b))
     differing = (pair for pair in zip(first, second, strict=False) if pair[0][3] != pair[1][3])

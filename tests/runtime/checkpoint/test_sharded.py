@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from distflow.data import global_random_states
-from distflow.launch.export_checkpoint import export_checkpoint
+from distflow.launch.run_folders.export_checkpoint import export_checkpoint
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointError, CheckpointStore
 from distflow.runtime.checkpoint.save_and_restore import restore, saved_parts
 from distflow.runtime.checkpoint.saver import Saver

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from distflow.errors import UserError
-from distflow.launch.export_checkpoint import export_model
+from distflow.launch.run_folders.export_checkpoint import export_model
 from distflow.models.loading import load_model, load_tokenizer
 from distflow.models.lora import add_lora
 from tests.tiny_models import tiny_tokenizer, write_tiny_model

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from distflow import cli
 from distflow.data.batch import Batch
 from distflow.errors import UserError
-from distflow.launch.replay_nonfinite_update import replay_bundle
+from distflow.launch.run_folders.replay_nonfinite_update import replay_bundle
 from tests.e2e.planting import plant_before_update
 from tests.e2e.runs import Playground
 from tests.sparse_params import one_fast_in

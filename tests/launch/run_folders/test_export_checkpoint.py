@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from distflow import cli
 from distflow.errors import UserError
-from distflow.launch.export_checkpoint import export_checkpoint
 from distflow.launch.one_process_launcher import launch_local
+from distflow.launch.run_folders.export_checkpoint import export_checkpoint
 from distflow.models.loading import load_model
 from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run, policy_checkpoint
