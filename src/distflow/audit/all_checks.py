@@ -5,8 +5,7 @@ from dataclasses import replace
 from distflow.audit import rescored_samples, token_level_rewards, updates
 from distflow.audit.advantages import audit_advantages, audit_moments, over_step
 from distflow.audit.custom_estimator_and_loss import audit_custom_functions
-from distflow.audit.data_plan_and_rows import audit_curriculum, audit_data
-from distflow.audit.difficulty_filter import audit_skipped_rows
+from distflow.audit.data_plan_and_rows import audit_curriculum, audit_data, audit_skipped_rows
 from distflow.audit.episodes import audit_episodes
 from distflow.audit.log_probs import audit_log_probs, audit_reference
 from distflow.audit.loss import audit_correction, audit_loss, audit_value_clips
