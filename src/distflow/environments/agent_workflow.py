@@ -20,8 +20,7 @@ from distflow.data.task_packages import VERIFIERS, missing
 from distflow.environments import agent_process
 from distflow.environments.chat import Chat
 from distflow.environments.endpoint import Endpoint, Session
-from distflow.environments.endpoint_call_types import Answer, Call, RequestError
-from distflow.environments.endpoint_conversations import Conversations
+from distflow.environments.endpoint_calls_and_conversations import Answer, Call, Conversations, RequestError
 from distflow.environments.tool_calls import FORMATS
 from distflow.environments.user_process import MadeByOptions, ProcessServer, options_of
 from distflow.environments.workflows import REWARD, RewardFn, Row

@@ -18,9 +18,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from distflow.environments.anthropic_format import MESSAGES
-from distflow.environments.endpoint_call_types import Answer, Call, Events, Json, Piece, RequestError, Wire
-from distflow.environments.openai_formats import CHAT, RESPONSES, TEXT
+from distflow.environments.endpoint_calls_and_conversations import Answer, Call, Events, Json, Piece, RequestError, Wire
+from distflow.environments.openai_and_anthropic_formats import CHAT, MESSAGES, RESPONSES, TEXT
 from distflow.errors import UserError
 from distflow.import_target import check_server_packages
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from distflow.environments.tools_in_process import bounded, without_control
+from distflow.environments.tools_in_user_process import bounded, without_control
 from distflow.errors import UserError
 from distflow.import_target import load
 
