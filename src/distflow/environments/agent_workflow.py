@@ -207,7 +207,7 @@ def _environment(session: Session) -> dict[str, str | None]:
     """Variables for the process: no proxy in between, and a command finds its modules as without us."""
     kept = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
     around = {name: ",".join(filter(None, (os.environ.get(name), _LOOPBACK))) for name in ("NO_PROXY", "no_proxy")}
-    return {**session.environment, **kept, **around}
+    return {**agent_process.client_variables(session.base_url, session.key), **kept, **around}
 
 
 def _score(returned: object) -> object:

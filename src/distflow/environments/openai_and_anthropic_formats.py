@@ -1,7 +1,7 @@
 """OpenAI's wire formats (chat completions, completions, responses) and Anthropic's (messages). Pure functions."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -90,8 +90,8 @@ def stream_chat(body: Json, answers: Sequence[Answer], head: Json) -> Events:
         yield "", _chunk(head, begun, {"role": "assistant", "content": message["content"] and ""})
         if message["content"]:
             yield Piece("", message["content"], partial(_said, head, {**begun, "logprobs": choice["logprobs"]}))
-        if calls := [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]:
-            yield "", _chunk(head, begun, {"tool_calls": calls})
+        for number, call in enumerate(message.get("tool_calls", ())):  # clients read one call of a chunk
+            yield "", _chunk(head, begun, {"tool_calls": [{"index": number, **call}]})
         yield "", _chunk(head, {"index": choice["index"], "finish_reason": choice["finish_reason"]}, {})
     yield from _stream_end(body, whole, head)
 
@@ -174,17 +174,12 @@ def _continued(head: Json, choice: Json, text: str) -> Json:
 
 
 def read_responses(body: Json) -> Call:
-    refuse(
-        body,
-        {**_ONE_TEXT, "n": (1,), "previous_response_id": (), "conversation": (), "background": (False,), "prompt": ()},
-    )
+    refuse(body, {**_ONE_TEXT, "n": (1,), "conversation": (), "background": (False,), "prompt": ()})
     if (form := (body.get("text") or {}).get("format")) not in (None, {"type": "text"}):
         raise RequestError(400, f"'text.format' is not supported ({json.dumps(form):.80}): remove it")
-    given = body["input"]
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     messages: list[Json] = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
     said: list[Json] = []  # items of the current turn of the policy
-    for item in items:
+    for item in input_items(body):
         if item.get("role") == "assistant" or item.get("type") in ("function_call", "reasoning"):
             said.append(item)
             continue
@@ -201,6 +196,21 @@ def read_responses(body: Json) -> Call:
     wanted = body.get("tool_choice") != "none"
     common = read_common(body, "max_output_tokens")
     return Call(named_tools(messages + _turn(said)), tools, parses_tools=wanted, **common)
+
+
+def continued(body: Json, responses: Mapping[str, list[Json]]) -> Json:
+    """A request with the items of the response that it continues. Raises RequestError if there is none of its id."""
+    if (id := body.get("previous_response_id")) is None:
+        return body
+    if not isinstance(id, str) or id not in responses:
+        said = f"'previous_response_id' is {id!r:.40}: the episode has no response of that id"
+        raise RequestError(400, said, "previous_response_not_found")
+    return {**body, "input": [*responses[id], *input_items(body)]}
+
+
+def input_items(body: Json) -> list[Json]:
+    given: str | list[Json] = body["input"]
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
 def _turn(items: list[Json]) -> list[Json]:
