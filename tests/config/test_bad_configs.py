@@ -16,8 +16,41 @@ VAL = "data.val_files=val.jsonl"
 DOMAIN_A = "data.domains={a: {train_files: a.jsonl, reward: math}}"
 CORRECTION = "algorithm.rollout_correction"
 
+NUMBERS = (
+    *(f"{ROLLOUT}.workflow=simulator", f"{ROLLOUT}.name=hf"),
+    f"{ROLLOUT}.workflow_kwargs={{actions: {{head: gaussian, low: -1, high: 1}}}}",
+)
 # name: (preset, overrides, the key that is named first, parts of the message)
 BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
+    # continuous actions
+    **{
+        f"numbers of actions and {override.split('=')[0]}": (
+            "grpo",
+            [*NUMBERS, override],
+            override.split("=")[0].removeprefix("+"),
+            ("actions.head=gaussian draws numbers",),
+        )
+        for override in (
+            *(f"{ROLLOUT}.name=embedded", f"{ROLLOUT}.workflow=tools", f"{ROLLOUT}.temperature=0.7"),
+            *(f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5", f"{ROLLOUT}.min_p=0.1", f"{ROLLOUT}.stop=[x]"),
+            *(f"{ROLLOUT}.repetition_penalty=1.1", f"{MODEL}.lora_rank=4", f"{ROLLOUT}.agents={{a: {{}}}}"),
+        )
+    },
+    "numbers of actions of one of several workflows": (
+        "grpo",
+        [
+            *(f"{ROLLOUT}.workflow=by_domain", f"{ROLLOUT}.name=hf"),
+            f"{ROLLOUT}.workflow_kwargs={{a: {{workflow: simulator, actions: {{head: gaussian, low: -1, high: 1}}}}}}",
+        ],
+        f"{ROLLOUT}.workflow",
+        ("actions.head=gaussian draws numbers", "set it to simulator"),
+    ),
+    "numbers of actions and sampled validation": (
+        "grpo",
+        [*NUMBERS, f"{ROLLOUT}.val_kwargs.n=2"],
+        f"{ROLLOUT}.val_kwargs.temperature",
+        ("actions.head=gaussian draws numbers", "val_kwargs.temperature=1.0"),
+    ),
     # what is missing
     "no data": ("grpo", ["~data.train_files"], "data.train_files", ("no data to train on", "FILE.jsonl")),
     "no data, null": ("grpo", ["data.train_files=null"], "data.train_files", ("no data to train on",)),

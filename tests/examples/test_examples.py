@@ -21,6 +21,7 @@ MAX_LINES = {
     "tool_use.py": 40,
     "images.py": 60,
     "acting.py": 65,
+    "acting_continuous.py": 75,
     "fetch_reach.py": 75,
 }
 
@@ -193,6 +194,20 @@ def rewards_after_sft(
 def test_the_model_learns_to_name_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = rewards_after_sft("images", tmp_path, monkeypatch)
     assert sum(found[:3]) / 3 < 0.4 and sum(found[-3:]) / 3 > 0.7, found
+
+
+@pytest.mark.slow
+@pytest.mark.by_hand
+def test_the_policy_learns_continuous_moves_from_random_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.chdir(tmp_path)
+        runpy.run_path(str(EXAMPLES / "acting_continuous.py"), run_name="__main__")
+    start = f"actor_rollout_ref.model.path={tmp_path}/runs/acting_continuous/start"
+    found = rewards(tmp_path / "grpo", "train", "examples/acting_continuous.yaml", start)
+    assert not notes(tmp_path / "grpo", "warning")
+    assert abs(sum(found[:3]) / 3) < 0.15 and sum(found[-10:]) / 10 > 0.6, found
 
 
 @pytest.mark.slow

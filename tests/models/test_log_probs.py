@@ -1,10 +1,12 @@
 """Chunked log-probs and entropy against a float64 log-softmax of full logits."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from distflow.models.log_probs import token_log_probs
+from distflow.models.log_probs import ActionTargets, token_log_probs
 
 ROWS, WIDTH, VOCABULARY = 23, 8, 17
 
@@ -136,3 +138,31 @@ def test_a_second_backward_pass_over_the_same_log_probs_is_refused() -> None:
     log_probs.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="inplace"):
         log_probs.sum().backward()
+
+
+@pytest.mark.parametrize("rows_in_chunk", [1, 4, ROWS, 1000])
+def test_numbers_of_actions_have_the_density_of_their_normal_distribution(rows_in_chunk: int) -> None:
+    """Mean: the target's own logit. Standard deviation: e^-3 to e, by tanh of the next logit. By plain loops."""
+    head, hidden, targets = inputs()
+    targets = targets.clamp(max=VOCABULARY - 2)
+    values, is_action = torch.linspace(-3, 3, ROWS, dtype=torch.float64), torch.arange(ROWS) % 3 > 0
+    weights = torch.randn(2, ROWS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    logits = head(hidden)
+    log_probs, entropies = (list(each) for each in brute_force(logits, targets, 1.0))
+    for row in is_action.nonzero()[:, 0].tolist():
+        mean, raw = logits[row, targets[row]], logits[row, targets[row] + 1]
+        std = torch.exp(-3 + 2 * (torch.tanh(raw) + 1))
+        log_probs[row] = -0.5 * ((values[row] - mean) / std) ** 2 - torch.log(std * math.sqrt(2 * math.pi))
+        entropies[row] = 0.5 * torch.log(2 * math.pi * math.e * std**2)
+    expected = torch.stack(log_probs), torch.stack(entropies)
+    wanted = torch.autograd.grad((torch.stack(expected) * weights).sum(), [hidden, head.weight, head.bias])
+    found = token_log_probs(
+        head,
+        hidden,
+        ActionTargets(targets, values, is_action),
+        vocabulary=VOCABULARY,
+        chunk_elements=rows_in_chunk * VOCABULARY,
+    )
+    grads = torch.autograd.grad((torch.stack(found) * weights).sum(), [hidden, head.weight, head.bias])
+    for ours, theirs in zip((*found, *grads), (*expected, *wanted), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)

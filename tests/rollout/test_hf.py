@@ -1,15 +1,20 @@
 """The reference engine agrees with the embedded one, and keeps the same protocol."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from distflow.errors import UserError
+from distflow.rollout.engine import ActionHead
 from distflow.rollout.hf import HFEngine
+from distflow.rollout.stops_and_draws import sample_key, uniforms
 from tests.rollout.drive import (
     FIRST,
     forward_log_probs,
@@ -107,3 +112,31 @@ def test_pause_holds_requests_until_resume_and_a_cancelled_one_ends() -> None:
                 await cancelled
 
     asyncio.run(run())
+
+
+@torch.no_grad()
+def test_numbers_of_actions_are_drawn_by_the_inverse_normal_distribution() -> None:
+    """By the sample's own uniform numbers, however requests share a call; greedy takes the mean."""
+    model, first = make_model("qwen3"), 20
+    requests = [request_of(prompt_of(6, n), (n, n + 3), row=n, max_tokens=5, head=ActionHead(first)) for n in range(3)]
+    together = [made for result in run_all(make_hf(model), requests) for made in result.generations]
+    alone = [made for each in requests for made in run_all(make_hf(model), [each])[0].generations]
+    keys = [sample_key(each.stream, sample) for each in requests for sample in each.samples]
+    for made, other, key, request in zip(together, alone, keys, (r for r in requests for _ in r.samples), strict=True):
+        assert made.token_ids == [first + 2 * place for place in range(5)] and made.finish_reason == "length"
+        assert (
+            made.values == pytest.approx(other.values, abs=1e-5) and made.sampling_log_probs == made.rollout_log_probs
+        )
+        ids = torch.tensor([[*request.prompt_ids, *made.token_ids]])
+        logits = model(input_ids=ids, use_cache=False).logits[0].double()[len(request.prompt_ids) - 1 : -1]
+        for place, token in enumerate(made.token_ids):
+            spread = math.exp(-3 + 2 * (math.tanh(float(logits[place, token + 1])) + 1))
+            normal = NormalDist(float(logits[place, token]), spread)
+            drawn = float(uniforms(np.array([key], np.uint64), np.array([place]))[0])
+            assert made.values[place] == pytest.approx(normal.inv_cdf(drawn), abs=1e-4 * spread + 1e-5)
+            assert made.rollout_log_probs[place] == pytest.approx(math.log(normal.pdf(made.values[place])), abs=1e-4)
+    greedy = replace(requests[0], params=replace(requests[0].params, greedy=True))
+    for made in run_all(make_hf(model), [greedy])[0].generations:
+        ids = torch.tensor([[*greedy.prompt_ids, *made.token_ids]])
+        logits = model(input_ids=ids, use_cache=False).logits[0][len(greedy.prompt_ids) - 1 : -1]
+        assert made.values == pytest.approx(logits.gather(-1, ids[0, 6:, None])[:, 0].tolist(), abs=1e-5)

@@ -167,7 +167,8 @@ def policy_scores(
     """Scores of the samples, by uid, by the policy's own forward; see `forward_samples`."""
 
     def score(logits: Tensor, sample: Sample) -> model_forward.PlainScores:
-        return model_forward.plain_scores(logits, ids_of(sample)[1], recorded.sampling_of_tokens(sample))
+        tokens = recorded.sampling_of_tokens(sample)
+        return model_forward.plain_scores(logits, ids_of(sample)[1], tokens, values_of(sample))
 
     scores = forward_samples(recorded.run, actor, samples, score, dtype)
     return {str(sample["uid"]): found for sample, found in zip(samples, scores, strict=True)}
@@ -191,6 +192,14 @@ def dtype_of(engine: object) -> torch.dtype | None:
 def ids_of(sample: Sample) -> model_forward.Ids:
     """The sample's prompt and response."""
     return model_forward.Ids(sample["prompt_ids"].tolist(), sample["response_ids"].tolist())
+
+
+def values_of(sample: Sample) -> Tensor | None:
+    """The numbers of continuous actions, float64 `(tokens,)`, NaN on tokens that the policy did not draw; None if it
+    draws tokens."""
+    if "action_values" not in sample:
+        return None
+    return torch.where(sample["response_mask"] > 0, doubles(sample["action_values"]), torch.nan)
 
 
 def sequences_of(sample: Sample) -> list[model_forward.Ids]:
@@ -250,11 +259,13 @@ def _fixed(model: torch.nn.Module) -> list[Sample]:
 
 
 def _log_probs_at(temperature: Callable[[Sample], float | Tensor]) -> Callable[[Tensor, Sample], Tensor]:
-    return lambda logits, own: model_forward.log_probs_of(logits, ids_of(own)[1], temperature(own))
+    return lambda logits, own: model_forward.log_probs_of(logits, ids_of(own)[1], temperature(own), values_of(own))
 
 
 def _same(recorded: RecordedStep, sample: Sample, column: str, expected: Tensor) -> None:
     gap = (doubles(sample[column]) - doubles(expected)).abs()[sample["response_mask"] > 0]
+    if "action_values" in sample:  # the density of a number far from the mean rounds relative to its logarithm
+        gap = gap / doubles(expected).abs().clamp(min=1.0)[sample["response_mask"] > 0]
     limits = recorded.limit(EXACT, ROUNDED)
     if is_beyond(gap, limits):
         raise Wrong(

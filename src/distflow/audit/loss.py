@@ -344,7 +344,7 @@ def _of_ratios(recorded: RecordedStep, batch: MiniBatch, name: str) -> Shares:
     every = [statistics(name, tokens, options, moved) for moved in (0.0, -KINK, KINK)]
     gap = (proximal(tokens, options) if name == "decoupled" else tokens.old) - tokens.now
     sums = {key: [float(each[key].double().sum()) for each in every] for key in every[0]}
-    sums["ppo_kl"] = [float(gap.sum())]
+    sums["ppo_kl"] = [float(gap.clamp(-20.0, 20.0).sum())]
     found = {key: (min(own) / units.totals["tokens"], max(own) / units.totals["tokens"]) for key, own in sums.items()}
     moved = gap if name == "decoupled" else (batch.outputs["log_probs"] - batch.columns["old_log_probs"])[batch.counted]
     return found | {"log_ratio_abs": (float(moved.abs().sum()) / batch.totals["tokens"],) * 2}
@@ -359,7 +359,9 @@ def _same_outputs(recorded: RecordedStep, role: str, batch: MiniBatch, plain: Ma
                 continue
             found, place = batch.outputs[name][batch.sample == number], sample.get("place", slice(None))
             own = is_predicted(sample) & own_tokens(recorded.config, sample, role)
-            gap = float((found - getattr(scores, name)[place])[own].abs().sum() / own.sum().clamp(min=1))
+            expected = getattr(scores, name)[place]
+            scale = expected.abs().clamp(min=1.0) if "action_values" in sample else 1.0  # see `_same` in log_probs.py
+            gap = float(((found - expected) / scale)[own].abs().sum() / own.sum().clamp(min=1))
             if not gap <= recorded.limit(EXACT, ROUNDED):
                 raise Wrong(
                     f"the {name} that the loss is given for sample {sample['uid']} differs by {gap:.3g} a token from "

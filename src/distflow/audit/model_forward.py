@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal
 
 from distflow.models.image_inputs import own_pass, text_decoder
 from distflow.models.lora import adapter_off, unwrapped
@@ -46,7 +47,8 @@ RunOfTokens = tuple[int, SamplingParams, Sequence[int]]
 class PlainScores:
     """For each response token, float64 `(tokens,)`: its log-prob, the policy's entropy and the variance of the policy's
     log-probs at the temperature; under the distribution of its draw, `below`, the mass of the tokens before it in the
-    vocabulary, and its own `mass`."""
+    vocabulary, and its own `mass`. For a number of a continuous action these are its log-density, the normal
+    distribution's entropy, the variance of its log-density, the mass of smaller numbers, and 0."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -112,8 +114,11 @@ def vocabulary_of(model: nn.Module) -> int:
     return int(unwrapped(model).config.get_text_config().vocab_size)
 
 
-def plain_scores(logits: Tensor, token_ids: Sequence[int], sampling: Sequence[RunOfTokens]) -> PlainScores:
-    """logits: of the tokens, `(tokens, vocabulary)`. sampling: of all tokens, run by run."""
+def plain_scores(
+    logits: Tensor, token_ids: Sequence[int], sampling: Sequence[RunOfTokens], values: Tensor | None = None
+) -> PlainScores:
+    """logits: of the tokens, `(tokens, vocabulary)`. sampling: of all tokens, run by run. values: of continuous
+    actions, float64 `(tokens,)`, NaN on other tokens."""
     rows, parts, start = max(1, MAX_DOUBLES // logits.shape[-1]), list[tuple[Tensor, ...]](), 0
     ids = torch.tensor(list(token_ids), dtype=torch.int64)
     for number, params, before in sampling:
@@ -122,13 +127,33 @@ def plain_scores(logits: Tensor, token_ids: Sequence[int], sampling: Sequence[Ru
             parts.append(_scores_of(part, tokens, params, seen))
             seen = torch.cat([seen, tokens])
         start += number
-    return PlainScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+    if values is not None:
+        drawn = ~values.isnan()
+        normal, numbers = normals_of(logits.cpu()[drawn], ids[drawn]), values[drawn]
+        known = normal.log_prob(numbers), normal.entropy(), torch.tensor(0.5), normal.cdf(numbers), torch.tensor(0.0)
+        columns = [whole.index_put((drawn,), one.double()) for whole, one in zip(columns, known, strict=True)]
+    return PlainScores(*columns)
 
 
-def log_probs_of(logits: Tensor, token_ids: Sequence[int], temperature: float | Tensor) -> Tensor:
-    """Float64 `(tokens,)`. temperature: of all tokens, or `(tokens, 1)`."""
-    scores = (logits.cpu().double() / temperature).log_softmax(-1)
-    return scores.gather(-1, torch.tensor(list(token_ids), dtype=torch.int64)[:, None])[:, 0]
+def normals_of(logits: Tensor, token_ids: Tensor) -> Normal:
+    """The distributions, in float64, of the numbers that tokens `(tokens,)` stand for, each by its own logit, the mean,
+    and the one after it, whose tanh goes from a log standard deviation of −3 to one of 1."""
+    rows = torch.arange(len(token_ids))
+    mean, spread = logits[rows, token_ids].double(), logits[rows, token_ids + 1].double()
+    return Normal(mean, (4 * (2 * spread).sigmoid() - 3).exp(), validate_args=False)
+
+
+def log_probs_of(
+    logits: Tensor, token_ids: Sequence[int], temperature: float | Tensor, values: Tensor | None = None
+) -> Tensor:
+    """Float64 `(tokens,)`, differentiable. temperature: of all tokens, or `(tokens, 1)`. values: see `plain_scores`."""
+    logits, ids = logits.cpu().double(), torch.tensor(list(token_ids), dtype=torch.int64)
+    found = (logits / temperature).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    if values is None:
+        return found
+    own = (~values.isnan()).nonzero()[:, 0]
+    return found.index_copy(0, own, normals_of(logits[own], ids[own]).log_prob(values[own]))
 
 
 def _scores_of(logits: Tensor, token_ids: Tensor, params: SamplingParams, before: Tensor) -> tuple[Tensor, ...]:

@@ -19,7 +19,15 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from transformers import DynamicCache
 
-from distflow.audit.log_probs import audited_samples, dtype_of, ids_of, is_beyond, policy_scores, sequences_of
+from distflow.audit.log_probs import (
+    audited_samples,
+    dtype_of,
+    ids_of,
+    is_beyond,
+    policy_scores,
+    sequences_of,
+    values_of,
+)
 from distflow.audit.model_forward import PlainScores, Turns, Weights, model_of, plain_scores, plainly, vocabulary_of
 from distflow.audit.record_calls_and_updates import OpenEngine
 from distflow.audit.recorded_step import (
@@ -212,7 +220,7 @@ def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recompute
                 model, own = models[owners[talk.name]], by_policy[owners[talk.name]]
                 ids = talk.ids[: end - talk.first]
                 logits[start:end] = _over_older_keys(runs, model, ids, own[start:end], prompts[talk.name])
-    return plain_scores(logits, response, recorded.sampling_of_tokens(sample)), known & policy
+    return plain_scores(logits, response, recorded.sampling_of_tokens(sample), values_of(sample)), known & policy
 
 
 def _of_policy(weights: Sequence[Weights | None], policy: str) -> list[Weights | None]:
@@ -319,10 +327,10 @@ token are ignored. KEPT: weight of earlier samples after each one, so that a fau
 
 @check(
     "draws",
-    "every token is the one that the sample's own random stream (seed, epoch, row, sample, position) draws from the "
-    "policy of its version, by inverse CDF in vocabulary order, and has the log-prob of that distribution; of an "
-    "engine with random numbers of its own, tokens are inside of top_k, top_p and min_p, and on average as likely as "
-    "the policy's entropy implies (else a warning)",
+    "every token, or number of an action, is the one that the sample's own random stream (seed, epoch, row, sample, "
+    "position) draws from the policy of its version, by inverse CDF in vocabulary order, and has the log-prob of that "
+    "distribution; of an engine with random numbers of its own, tokens are inside of top_k, top_p and min_p, and on "
+    "average as likely as the policy's entropy implies (else a warning)",
     needs="tokens that are not greedy; in float32 for the log-prob",
     limit=f"{EXACT_DRAW:g} of probability, no token (bfloat16: {ROUNDED_DRAW:g}, or {ROUNDINGS:g} times the measured "
     "effect of rounding, a tenth of the tokens)",
@@ -363,8 +371,9 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
                 low, mass = float(scores.below[position]), float(scores.mass[position])
                 uniform = _uniform(key, request.num_drawn + position - start)
                 found.append(_Draw(sample["uid"], position, low, low + mass, uniform))
-                gap = float(sample["sampling_log_probs"][position]) - math.log(max(mass, TINY))
-                if mass > TINY and recorded.run.is_exact and not abs(gap) <= EXACT[1]:
+                likely = math.log(max(mass, TINY)) if "action_values" not in sample else scores.log_probs[position]
+                gap = float(sample["sampling_log_probs"][position] - likely)
+                if (mass > TINY or "action_values" in sample) and recorded.run.is_exact and not abs(gap) <= EXACT[1]:
                     unlike = unlike or f"of token {position} of sample {sample['uid']} is {gap:+.3g} away from"
     if not found:
         return "no sample whose row is known was scored again"
@@ -483,9 +492,10 @@ def _by_the_config(recorded: RecordedStep, params: SamplingParams, domain: str, 
 
 def _no_twins(recorded: RecordedStep) -> None:
     """Check that equal responses in a group are likely: improbable ones are not equal by chance."""
-    seen: dict[tuple[int, tuple[int, ...]], Sample] = {}
+    seen: dict[tuple[int, tuple[float, ...]], Sample] = {}
     for sample in recorded.samples:
-        response = (int(sample["group_index"]), tuple(sample["response_ids"].tolist()))
+        drawn = sample["action_values" if "action_values" in sample else "response_ids"]
+        response = (int(sample["group_index"]), tuple(drawn.tolist()))
         twin = seen.setdefault(response, sample)
         nats = float(sample["sampling_log_probs"].sum())
         if twin is not sample and nats < TWIN_NATS:

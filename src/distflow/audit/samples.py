@@ -425,9 +425,12 @@ def _check_turns(recorded: RecordedStep, sample: Sample) -> None:
         if len(given) and number == len(made.token_ids):
             token = turn.start + int(given[0])
             raise Wrong(f"token {token} of sample {uid} counts as given, but the engine drew it for the sample")
-        for column in ("rollout_log_probs", "versions"):
+        columns = {"rollout_log_probs": "rollout_log_probs", "versions": "versions", "action_values": "values"}
+        for column, name in columns.items():
+            if column not in sample:
+                continue
             expected = sample[column].clone()
-            expected[tokens] = torch.tensor(getattr(made, column)[:number], dtype=expected.dtype)
+            expected[tokens] = torch.tensor(getattr(made, name)[:number], dtype=expected.dtype)
             check_tokens(sample, column, expected, (sample[column] != expected) & of_policy, " by the engine")
     if len(others := (of_policy & ~drawn).nonzero()):
         raise Wrong(

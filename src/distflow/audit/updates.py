@@ -9,8 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from distflow.audit.log_probs import audited_samples, dtype_of, ids_of, is_predicted, joined_logits, sequences_of
-from distflow.audit.model_forward import Ids, logits_of, plainly
+from distflow.audit.log_probs import (
+    audited_samples,
+    dtype_of,
+    ids_of,
+    is_predicted,
+    joined_logits,
+    sequences_of,
+    values_of,
+)
+from distflow.audit.model_forward import Ids, log_probs_of, logits_of, plainly
 from distflow.audit.record_calls_and_updates import (
     NUM_FEW,
     OpenEngine,
@@ -319,6 +327,8 @@ def _through_padding(
         temperature = recorded.temperatures(chosen[0]).to(logits) if chosen else 1.0
         scores = (logits / temperature).log_softmax(-1)
         log_probs = scores.gather(-1, ids[:, None])[:, 0]
+        if chosen and (values := values_of(chosen[0])) is not None:
+            log_probs = log_probs_of(logits, ids.tolist(), 1.0, values)
         cotangent = torch.zeros(1)
         if chosen:
             cotangent = _cotangent(chosen[0]) * own_tokens(recorded.config, chosen[0], role)
@@ -361,6 +371,10 @@ def _sum_of_terms(update: UpdateRecord, settings: ActorConfig | CriticConfig) ->
         return
     kl = settings.kl_loss_coef * metrics.get("kl_loss", 0.0) if settings.use_kl_loss else 0.0
     entropy = math.copysign(metrics.get("loss_term/entropy", 0.0), settings.entropy_coef)
+    if "action_values" in update.batch:  # the entropy of a number may be below 0, and the term is of absolute values
+        if settings.loss_agg_mode != "token-mean":
+            return
+        entropy = settings.entropy_coef * metrics["entropy"]
     expected, size = metrics["pg_loss"] + kl - entropy, sum(metrics.get(f"loss_term/{name}", 0.0) for name in TERMS)
     if not abs(metrics["loss"] - expected) <= TERM_LIMIT * size + 1e-9:
         raise Wrong(

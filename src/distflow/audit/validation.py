@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from distflow.audit.episodes import wrong_end
 from distflow.audit.log_probs import EXACT, ROUNDED, forward_samples, is_beyond
-from distflow.audit.model_forward import MAX_LOGITS, log_probs_of, vocabulary_of
+from distflow.audit.model_forward import MAX_LOGITS, log_probs_of, normals_of, vocabulary_of
 from distflow.audit.record_calls_and_updates import GroupRecord, OpenEngine
 from distflow.audit.recorded_step import AuditedRun, Wrong, check, doubles, is_builtin
 from distflow.audit.rollout_engine import TWIN_NATS
@@ -64,7 +65,8 @@ def sample_facts(run: AuditedRun, records: Sequence[GroupRecord], rows: Facts) -
             facts |= {"right": right, "versions": row.get("versions", []), "wrong": wrong}
             if kind == "greedy" and record.generated and group.row == _drawn_row(group.version, sets[name]):
                 request, result = record.generated[0]
-                facts["drawn"] = (request.prompt_ids, tuple(result.generations[0].token_ids), request.images)
+                made = result.generations[0]
+                facts["drawn"] = (request.prompt_ids, tuple(made.token_ids), request.images, tuple(made.values))
             found.append(facts)
     return found
 
@@ -116,7 +118,7 @@ def _wrong_request(run: AuditedRun, record: GroupRecord, asked: PromptRow) -> st
     for request, result in record.generated:
         params, stream = request.params, request.stream
         if rollout.workflow is not None:  # a workflow itself decides its prompts and where a turn ends
-            own_ends = {name: getattr(wanted, name) for name in ("max_tokens", "stop", "stop_token_ids")}
+            own_ends = {name: getattr(wanted, name) for name in ("max_tokens", "stop", "stop_token_ids", "head")}
             params = replace(params, **own_ends)
             stream = replace(stream, name=stream.name.partition("/fork ")[0])
         if (params, stream) != expected:
@@ -247,8 +249,9 @@ def _check_pair(seen: Validated, sets: Mapping[str, Sequence[PromptRow]]) -> Non
 
 
 def _check_greedy(seen: Validated, row: Mapping[str, Any]) -> None:
-    """Each token of a drawn greedy response is the most likely one by the trained model's own forward."""
-    run, (prompt, ids, images), actor = seen.run, row["drawn"], seen.run.resources.actor
+    """Each token of a drawn greedy response is the most likely one by the trained model's own forward; each number of
+    an action is the mean."""
+    run, (prompt, ids, images, values), actor = seen.run, row["drawn"], seen.run.resources.actor
     is_known = isinstance(actor, OpenEngine) and not is_spread(actor.model) and not run.spec.config.dag.policies
     if not is_known or run.spec.options.update_frequency > 1 or not ids:  # else the weights may have moved since
         return
@@ -258,12 +261,13 @@ def _check_greedy(seen: Validated, row: Mapping[str, Any]) -> None:
     run.bring()
     tokens = torch.tensor(ids)
     sample = {"prompt_ids": torch.tensor(prompt), "response_ids": tokens, "images": [images] if images else []}
-    (gap,) = forward_samples(
-        run,
-        actor,
-        [sample],
-        lambda logits, _: logits.amax(-1) - logits.gather(-1, tokens.to(logits.device)[:, None])[:, 0],
-    )
+
+    def gap_of(logits: Tensor, _: object) -> Tensor:
+        if values:
+            return (normals_of(logits.cpu(), tokens).mean - torch.tensor(values)).abs()
+        return logits.amax(-1) - logits.gather(-1, tokens.to(logits.device)[:, None])[:, 0]
+
+    (gap,) = forward_samples(run, actor, [sample], gap_of)
     if is_beyond(gap := doubles(gap), EXACT if run.is_exact else ROUNDED):
         raise Wrong(
             f"the greedy response to row {row['row']} of '{row['set']}' has another token than the most likely one at "

@@ -13,8 +13,9 @@ class Segment:
     drawn, but had no effect: actions after the end of an episode.
 
     images: the paths of a prompt's images, in the order of their placeholders (see `data/images.py`).
-    log_probs: under softmax(logits / T). sampling_log_probs: after truncations and penalties. reward: this turn's part
-    of the episode's score. turn: one more than that of the episode's latest reply when this one was requested, which
+    values: of continuous actions, one per token, unclipped; empty for other tokens. log_probs: under softmax(logits /
+    T), or log-densities of the values. sampling_log_probs: after truncations and penalties. reward: this turn's part of
+    the episode's score. turn: one more than that of the episode's latest reply when this one was requested, which
     orders replies in time; those requested at once share it.
     """
 
@@ -26,12 +27,15 @@ class Segment:
     reward: float = 0.0
     turn: int = 0
     images: tuple[str, ...] = ()
+    values: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         expected = len(self.token_ids) if self.owner == "policy" else 0
         for name in ("log_probs", "sampling_log_probs", "versions"):
             if len(getattr(self, name)) != expected:
                 raise ValueError(f"a {self.owner} segment of {len(self.token_ids)} tokens needs {expected} {name}")
+        if len(self.values) not in (0, expected):
+            raise ValueError(f"a {self.owner} segment of {len(self.token_ids)} tokens has {len(self.values)} values")
 
 
 ENV_ERROR = "env_error"
@@ -49,7 +53,7 @@ class Sample:
     conversation and the position of its first token in the response, where they follow the first one, end to end.
     last_turn: the policy segment that was the last in time, since there may be several conversations. conversation: the
     messages, for display. valid: False once it has a reward error. outcome: the score from a workflow, if there is one.
-    rejected: the workflow wants it dropped.
+    rejected: the workflow wants it dropped. has_values: its policy draws continuous actions.
     """
 
     uid: str
@@ -69,6 +73,7 @@ class Sample:
     valid: bool = True
     outcome: object = field(default=None, kw_only=True)
     rejected: bool = field(default=False, kw_only=True)
+    has_values: bool = field(default=False, kw_only=True)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:

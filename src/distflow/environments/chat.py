@@ -84,7 +84,8 @@ class Chat:
     this one; the one with the last reply is the last. agent: the
     conversation's agent, if the episode has several. max_tokens, stop: of each of its replies, besides those of the
     call. waiting: whether it waits for a reply. drawn_at: the place in time of its last reply that has tokens.
-    image_store: the folder of the images that it shows.
+    image_store: the folder of the images that it shows. head: the fields of an `ActionHead`, which draws the replies as
+    continuous actions, whose values the last segment then has.
     """
 
     tokens: "TurnTokens"
@@ -108,6 +109,7 @@ class Chat:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     image_store: Path = Path()
+    head: Mapping[str, int] | None = None
     conversations: list["Chat"] = field(default_factory=list, repr=False)
     waiting: bool = field(default=False, init=False)
     drawn_at: int = field(default=0, init=False)
@@ -212,7 +214,7 @@ class Chat:
         note_event("kept", self.name, number)
         last = self.segments.pop()
         assert last.owner == "policy", "the last segment is a reply"
-        columns = {name: getattr(last, name)[:number] for name in ("token_ids", "log_probs", "versions")}
+        columns = {name: getattr(last, name)[:number] for name in ("token_ids", "log_probs", "versions", "values")}
         sampling = last.sampling_log_probs[:number]
         self.segments.append(replace(last, **columns, sampling_log_probs=sampling))
         if left := last.token_ids[number:]:

@@ -5,11 +5,13 @@ log-probs overwrite the logits, the gradient overwrites the log-probs, and inter
 rows at a time, which stay in the processor's cache; on other devices, where many small operations cost more than they
 save, for all rows at once.
 
-Token log-probs and entropy straight from hidden states, in chunks of rows: full logits never exist.
+Token log-probs and entropy straight from hidden states, in chunks of rows: full logits never exist. Tokens that stand
+for numbers of continuous actions have a normal density in place of a probability.
 """
 
+import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +65,33 @@ def _blocks(matrix: Tensor) -> Iterator[slice]:
     return (slice(start, start + num_rows) for start in range(0, len(matrix), num_rows))
 
 
+LOG_STD = (-3.0, 1.0)
+"""Bounds of the logarithm of a standard deviation of continuous actions. A smaller one would magnify the rounding of
+the mean, so that engine and trainer differ."""
+
+
+class ActionTargets(NamedTuple):
+    """Targets with values. tokens: int64 `(n,)`. values: float `(n,)`, the numbers of continuous actions. is_action:
+    bool `(n,)`, False on other tokens."""
+
+    tokens: Tensor
+    values: Tensor
+    is_action: Tensor
+
+
+def normal_of(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and log standard deviation, `(n,)`, of the numbers that tokens `(n,)` stand for: the mean is the logit
+    `(n, vocabulary)` of the token itself; tanh of the next token's logit spans the bounds `LOG_STD`."""
+    rows, (low, high) = torch.arange(len(tokens), device=tokens.device), LOG_STD
+    raw = logits[rows, (tokens + 1).clamp(max=logits.shape[-1] - 1)]  # unlike `gather` it keeps no logits for backward
+    return logits[rows, tokens], low + (high - low) / 2 * (raw.tanh() + 1)
+
+
+def normal_log_probs(values: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+    """The log-density of values, all `(n,)`."""
+    return -((values - mean) * (-log_std).exp()).square() / 2 - log_std - math.log(2 * math.pi) / 2
+
+
 # Logits held at a time, on a CPU and on a device, where each chunk adds to the whole head's gradient. Chunks are
 # recomputed in the backward pass, unless there is only one.
 CHUNK_ELEMENTS = 2**25
@@ -74,7 +103,7 @@ Head = Callable[[Tensor], Tensor]
 def token_log_probs(
     head: Head,
     hidden: Tensor,
-    targets: Tensor,
+    targets: Tensor | ActionTargets,
     *,
     temperature: float | Tensor = 1.0,
     vocabulary: int,
@@ -85,16 +114,18 @@ def token_log_probs(
 
     hidden: `(n, width)`, the states that predict `targets` `(n,)`. temperature: of all rows, or float `(n,)`.
     vocabulary: logits per row. The softmax is in float32 (float64 for such models), whatever the head's precision. A
-    logit of −inf adds 0 to the entropy, which is None unless requested. Raises ValueError for a temperature that is not
-    above 0; those already on a device are not checked.
+    logit of −inf adds 0 to the entropy, which is None unless requested. Numbers of continuous actions have the
+    log-density and the entropy of their normal distribution, which the temperature does not change. Raises ValueError
+    for a temperature that is not above 0; those already on a device are not checked.
     """
     if not isinstance(temperature, Tensor) or temperature.device.type == "cpu":
         check_temperature(temperature)
     elements = chunk_elements or (CHUNK_ELEMENTS if hidden.device.type == "cpu" else CHUNK_ON_DEVICE)
     num_rows = max(1, elements // vocabulary)
+    given = targets if isinstance(targets, ActionTargets) else (targets,)
     if hidden.shape[0] <= num_rows:
-        return _chunk(head, hidden, targets, temperature, with_entropy)
-    states, wanted = hidden.split(num_rows), targets.split(num_rows)
+        return _chunk(head, hidden, given, temperature, with_entropy)
+    states, wanted = hidden.split(num_rows), zip(*(each.split(num_rows) for each in given), strict=True)
     heat = temperature.split(num_rows) if isinstance(temperature, Tensor) else [temperature] * len(states)
     parts = [
         checkpoint(_chunk, head, *chunk, with_entropy, use_reentrant=False, preserve_rng_state=False)
@@ -111,12 +142,21 @@ def check_temperature(temperature: float | Tensor) -> None:
 
 
 def _chunk(
-    head: Head, hidden: Tensor, targets: Tensor, temperature: float | Tensor, with_entropy: bool
+    head: Head, hidden: Tensor, given: tuple[Tensor, ...], temperature: float | Tensor, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
+    targets, *numbers = given
     logits = head(hidden)
     logits = logits if logits.dtype == torch.float64 else logits.float()
+    normal = normal_of(logits, targets) if numbers else None
     if isinstance(temperature, Tensor):
         logits = logits / temperature[:, None]
     elif temperature != 1.0:
         logits = logits / temperature
-    return _LogProbs.apply(logits, targets, with_entropy)
+    log_probs, entropy = _LogProbs.apply(logits, targets, with_entropy)
+    if normal is None:
+        return log_probs, entropy
+    (values, is_action), (mean, log_std) = numbers, normal
+    log_probs = torch.where(is_action, normal_log_probs(values.to(mean.dtype), mean, log_std), log_probs)
+    if entropy is not None:
+        entropy = torch.where(is_action, log_std + (1 + math.log(2 * math.pi)) / 2, entropy)
+    return log_probs, entropy

@@ -42,7 +42,7 @@ from distflow.models.image_inputs import (
     states_in_own_passes,
     text_decoder,
 )
-from distflow.models.log_probs import token_log_probs
+from distflow.models.log_probs import ActionTargets, token_log_probs
 from distflow.models.lora import unwrapped
 from distflow.models.packed_attention import PACKED_ATTENTION, spread_rows, take_rows
 from distflow.models.sharding import is_spread
@@ -386,7 +386,7 @@ class ModelInputs:
     input_ids: Tensor
     lengths: Tensor
     predicting: Tensor
-    targets: Tensor
+    targets: Tensor | ActionTargets
     sharing: Sharing | None = None
     images: ImageInputs | None = None
 

@@ -23,13 +23,22 @@ KVOnUpdate = Literal["keep", "recompute", "abort"]
 
 
 @dataclass(frozen=True)
+class ActionHead:
+    """Continuous actions as tokens: number `place` of a generation is the token `first + 2 * place` with a value beside
+    it, drawn by the logits of this token and of the next one (see `normal_of` in `models/log_probs.py`)."""
+
+    first: int
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How tokens are drawn. The policy is softmax(logits / temperature); truncations and penalties apply after it.
 
     top_k: -1 means off. top_p: 1.0 is off. min_p: 0.0 is off. repetition_penalty: 1.0 is off.
     max_tokens: the most tokens of one generation. stop: strings that end it (kept in the tokens).
     stop_token_ids: tokens that end it (kept in the tokens; the end-of-sequence tokens of the model belong here).
-    greedy: take the most likely token; log-probs are still those at `temperature`.
+    greedy: take the most likely token; log-probs are still those at `temperature`. head: draws a chunk of continuous
+    actions instead of tokens.
     """
 
     max_tokens: int
@@ -41,6 +50,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     greedy: bool = False
+    head: ActionHead | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,7 @@ class Generation:
     rollout_log_probs: under softmax(logits / T), before truncations and penalties. sampling_log_probs: under the
     distribution that the tokens were drawn from. versions: the step of the weights that produced each token.
     num_cached_tokens: prompt tokens with keys and values from an earlier request; None if the engine does not report
-    it.
+    it. values: of continuous actions.
     """
 
     sample: int
@@ -96,6 +106,7 @@ class Generation:
     versions: list[int]
     finish_reason: FinishReason
     num_cached_tokens: int | None = None
+    values: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

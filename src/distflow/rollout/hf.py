@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 from distflow.models.image_inputs import own_inputs
+from distflow.models.log_probs import normal_log_probs, normal_of
 from distflow.rollout.embedded.engine_thread import outcome_of, settle
 from distflow.rollout.engine import (
     FinishReason,
@@ -47,10 +48,10 @@ class _Asked:
 class HFEngine(AbstractAsyncContextManager["HFEngine"]):
     """A `RolloutEngine` with transformers' forward, cache, penalties and truncations.
 
-    Requests run one after another, each as one call of `generate`; those with images that arrive together, and have
-    prompts of one length, share a call. Only the draw is ours, as the last logits processor: one counter-based uniform
-    number per token, the same as in the embedded engine, so both draw the same tokens up to rounding. New weights are
-    loaded between two tokens; keys and values of old ones are kept.
+    Requests run one after another, each as one call of `generate`; those with images or for continuous actions that
+    arrive together, and have prompts of one length, share a call. Only the draw is ours, as the last logits processor:
+    one counter-based uniform number per token, the same as in the embedded engine, so both draw the same tokens up to
+    rounding. New weights are loaded between two tokens; keys and values of old ones are kept.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         loop = asyncio.get_running_loop()
         asked = _Asked(request, threading.Event(), loop.create_future())
         self._asked.append(asked)
-        if request.images:
+        if request.images or request.params.head:
             loop.call_soon(self._start)  # after others that wait for the same event
         else:
             self._start()
@@ -136,7 +137,8 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         asked, self._asked, parts = self._asked, [], dict[object, list[list[_Asked]]]()
         for each in sorted(asked, key=lambda each: (str(each.request.stream), each.request.samples)):
             own = each.request
-            alike = (len(own.prompt_ids), len(own.images), own.params) if own.images else each
+            is_shared = own.images or own.params.head
+            alike = (len(own.prompt_ids), len(own.images), own.params) if is_shared else each
             calls = parts.setdefault(alike, [[]])
             if sum(len(other.request.samples) for other in calls[-1]) + len(own.samples) > _MOST_ROWS:
                 calls.append([])
@@ -178,7 +180,9 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
             number, reason = stop.ends.get(row, (0, "abort"))  # of a cancelled request
             response = ids[row, length : length + number].tolist()
             rollout, sampling = ([step[row] for step in each[:number]] for each in (draw.log_probs, draw.sampling))
-            generations.append(Generation(sample, response, rollout, sampling, draw.versions[:number], reason))
+            values = [step[row] for step in draw.values[:number]]
+            made = Generation(sample, response, rollout, sampling, draw.versions[:number], reason, values=values)
+            generations.append(made)
         left = iter(generations)
         return [GenerateResult(tuple(next(left) for _ in each.request.samples)) for each in asked]
 
@@ -252,6 +256,7 @@ class _Draw(transformers.LogitsProcessor):
     """Chooses one token per row by its uniform number, and masks the rest.
 
     log_probs, sampling: of each step, one per row, before and after truncation. versions: of the weights of each step.
+    values: of continuous actions, as log_probs.
     """
 
     engine: HFEngine
@@ -261,6 +266,7 @@ class _Draw(transformers.LogitsProcessor):
     log_probs: list[list[float]] = field(default_factory=list)
     sampling: list[list[float]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    values: list[list[float]] = field(default_factory=list)
 
     def see(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The first of the processors, to which the model's own scores come."""
@@ -270,6 +276,8 @@ class _Draw(transformers.LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         position = np.array(self.num_drawn, dtype=np.int64) + len(self.versions)
         uniform = torch.from_numpy(uniforms(np.array(self.keys, dtype=np.uint64), position)).to(scores.device)
+        if self.params.head is not None:
+            return self._act(scores, uniform, self.params.head.first + 2 * len(self.versions))
         probs = scores.double().softmax(dim=-1)
         cumulative = probs.cumsum(dim=-1)
         target = torch.minimum(uniform * cumulative[:, -1], cumulative[:, -1].nextafter(torch.zeros_like(uniform)))
@@ -279,6 +287,18 @@ class _Draw(transformers.LogitsProcessor):
         self.sampling.append(probs.gather(-1, chosen[:, None]).log().squeeze(-1).tolist())
         self.versions.append(self.engine.version.step)
         return torch.full_like(scores, float("-inf")).scatter(-1, chosen[:, None], 0.0)
+
+    def _act(self, scores: Tensor, uniform: Tensor, token: int) -> Tensor:
+        """Draw the number of this token, float32, by the inverse of the normal distribution; greedy takes the mean."""
+        chosen = torch.full((len(scores),), token, device=scores.device)
+        mean, log_std = (each.double() for each in normal_of(scores.float(), chosen))
+        noise = torch.special.ndtri(uniform + 2.0**-54)
+        values = (mean if self.params.greedy else mean + log_std.exp() * noise).float()
+        self.values.append(values.tolist())
+        self.log_probs.append(normal_log_probs(values.double(), mean, log_std).tolist())
+        self.sampling.append(self.log_probs[-1])
+        self.versions.append(self.engine.version.step)
+        return torch.full_like(scores, float("-inf")).index_fill(-1, chosen[:1], 0.0)
 
 
 @dataclass

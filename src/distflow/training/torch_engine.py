@@ -21,7 +21,7 @@ from distflow.data.preference_pairs import encode_text, messages_of
 from distflow.device_transfer import read_numbers, send
 from distflow.errors import UserError
 from distflow.models.image_inputs import ImageInputs, ImageProcessor, images_of
-from distflow.models.log_probs import check_temperature
+from distflow.models.log_probs import ActionTargets, check_temperature
 from distflow.models.lora import adapter_off, named_weights, unwrapped
 from distflow.models.packed_forward import ModelInputs
 from distflow.models.sharding import device_of, fill, whole
@@ -208,7 +208,8 @@ def model_inputs(
     A micro-batch without tokens becomes one token that predicts nothing, with zero gradient: every rank must run a
     sharded model equally often. Shared prefixes of neighbouring samples are found only if the micro-batch is on the
     CPU: reading from another device would wait for it. processor: of the images of prompts, for a model that reads
-    them. Raises ValueError for a sample without a prompt: nothing predicts its first token.
+    them. The policy's tokens of a batch with `action_values` stand for these numbers. Raises ValueError for a sample
+    without a prompt: nothing predicts its first token.
     """
     empty = (micro.lengths("prompt") < before) & (micro.lengths("response") > 0)
     if bool(empty.any()):
@@ -222,6 +223,10 @@ def model_inputs(
     images = _images(micro, processor, device) if processor is not None else None
     sharing = shared_prefixes(ids, lengths) if ids.device.type == "cpu" and images is None else None
     ids, predicting, targets = (send(each, device) for each in (ids, positions - before, ids[positions]))
+    if "action_values" in micro:
+        values, drawn = micro.flat("action_values"), micro.flat("response_mask") > 0
+        numbers = ActionTargets(targets, send(values, device), send(drawn, device))
+        return ModelInputs(ids, lengths, predicting, numbers, sharing, images)
     return ModelInputs(ids, lengths, predicting, targets, sharing, images)
 
 

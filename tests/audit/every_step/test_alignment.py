@@ -54,6 +54,13 @@ def test_something_that_is_no_log_probability(value: float) -> None:
         check_alignment(batch)
 
 
+def test_the_density_of_a_number_of_an_action_may_exceed_1() -> None:
+    batch = sampled_batch()
+    batch["rollout_log_probs"] = torch.full_like(batch.flat("rollout_log_probs"), 0.5)
+    batch["action_values"] = torch.zeros_like(batch.flat("rollout_log_probs"))
+    check_alignment(batch)
+
+
 def test_a_log_probability_of_a_token_that_no_policy_made_is_not_read() -> None:
     batch = sampled_batch(tool_tokens=2)
     column = batch["rollout_log_probs"]

@@ -35,6 +35,14 @@ class Line:
         return ChunkResult(rewards, won, [end and not self.success for end in ends], won, self.seen())
 
 
+class Pays(Line):
+    """Pays the first number of each action."""
+
+    async def step(self, chunk: Any) -> ChunkResult:
+        result = await super().step(chunk)
+        return result._replace(rewards=[float(action[0]) for action in chunk[: len(result.rewards)]])
+
+
 class Unseeded(Line):
     async def reset(self, seed: int, options: Any) -> Observation:
         await super().reset(seed, options)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distflow.environments.simulators.action_tokens import ActionTokens, action_bounds
+from distflow.environments.simulators.action_tokens import ActionTokens, ContinuousActions, action_bounds
 from distflow.errors import UserError
 
 
@@ -67,3 +67,17 @@ def test_bounds_from_numbers_lists_and_statistics(tmp_path: Path) -> None:
     for wrong in ({}, {"low": 0}, {"low": [0, 2], "high": [1, 2]}, {"low": [0], "high": [1, 2]}):
         with pytest.raises(UserError, match="low"):
             action_bounds(wrong)
+
+
+def test_values_are_on_the_scale_of_the_bounds_and_clipped_only_where_they_are_executed() -> None:
+    codec = ContinuousActions((-2.0, 0.0), (2.0, 1.0), first=0, chunk=3)
+    assert (codec.dim, codec.num_tokens) == (2, 6)
+    assert codec.decode([-1.0, 1.0, 0.5, 0.0, 7.0]).tolist() == [[-2.0, 1.0], [1.0, 0.5]]  # the last step is cut
+    assert codec.decode([1.5, -9.0]).tolist() == [[2.0, 0.0]]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_is_refused(value: float) -> None:
+    codec = ContinuousActions((-1.0, -1.0), (1.0, 1.0), first=0, chunk=2)
+    with pytest.raises(ValueError, match="dimension 1 of action 1 is .*: the policy has diverged"):
+        codec.decode([0.0, 0.0, 0.0, value])

@@ -1,6 +1,7 @@
 """Episodes in simulators: their prompts, masks, scores, and what ends them."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ FILE = f"{Path(__file__).with_name('faulty.py')}:"
 ACTIONS = {"bins": 3, "low": [-1.5, -1.5], "high": [1.5, 1.5], "first_token": 10, "action_chunks_len": 4}
 
 
-def play(tmp_path: Path, *replies: list[int], response: int = 8, seed: int = 1, **options: Any) -> tuple[Any, Chat]:
+def play(tmp_path: Path, *replies: list[Any], response: int = 8, seed: int = 1, **options: Any) -> tuple[Any, Chat]:
     """The result, and the chat with these replies of the policy, of which the last is repeated."""
     tokenizer, left = tiny_tokenizer(), [*replies]
 
     async def generate(ids: Any, most: int, stop: Any, drawn: int, images: Any = ()) -> tuple[Segment, str]:
-        ids = tuple((left.pop(0) if len(left) > 1 else left[0])[:most])
-        return Segment("policy", ids, (-0.5,) * len(ids), (-0.5,) * len(ids), (0,) * len(ids)), "length"
+        ids = own = tuple((left.pop(0) if len(left) > 1 else left[0])[:most])
+        if chat.head is not None:  # the replies are values
+            ids = tuple(chat.head["first"] + 2 * place for place in range(len(own)))
+        drew = Segment("policy", ids, (-0.5,) * len(ids), (-0.5,) * len(ids), (0,) * len(ids))
+        return replace(drew, values=own if chat.head is not None else ()), "length"
 
     chat = Chat(TurnTokens(tokenizer, [2], {}), generate, Limits(response, response + 100), templated=False)
     chat.image_store = tmp_path
@@ -81,6 +85,33 @@ def test_a_sample_is_each_decision_as_a_sequence_of_its_own(tmp_path: Path) -> N
     assert batch["response_mask"][0].tolist() == [1.0] * 8 + [0.0] * given + [1.0] * 4 + [0.0] * 4
 
 
+NUMBERS = {"head": "gaussian", "low": [-3.0, 0.0], "high": [3.0, 1.0], "first_token": 10, "action_chunks_len": 4}
+
+
+@pytest.mark.parametrize("ends_at", range(1, 9))
+def test_numbers_are_recorded_as_drawn_and_executed_within_their_bounds(tmp_path: Path, ends_at: int) -> None:
+    """The place on the line is the sum of the first numbers; masks reach up to the action that ended the episode."""
+    values = [0.5, 0.0, -2.0, 0.0, 1.25, 3.0, -0.25, 0.5]
+    prompt = {"env_kwargs": {"ends_at": ends_at}, "prompt": "{state}"}
+    _, chat = play(tmp_path, values, actions=NUMBERS, **prompt)
+    talks = sorted(chat.conversations, key=lambda talk: talk.name)
+    for number, talk in enumerate(talks):
+        policy, *unused = talk.segments[1:]
+        used = 2 * min(4, ends_at - 4 * number)
+        assert policy.owner == "policy" and policy.values == tuple(values[:used])
+        assert policy.token_ids == tuple(range(10, 10 + 2 * used, 2))
+        assert [(each.owner, len(each.token_ids), each.values) for each in unused] == [("unused", 8 - used, ())] * (
+            used < 8
+        )
+    if ends_at > 4:  # from 1, by 1.5, -3, 3 and -0.75
+        assert chat.tokens.decode(talks[1].segments[0].token_ids) == "1.75"
+
+
+def test_a_number_that_is_not_finite_is_never_executed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the policy has diverged"):
+        play(tmp_path, [0.0, float("nan")] * 4, actions=NUMBERS)
+
+
 def test_the_state_may_be_tokens_of_the_prompt(tmp_path: Path) -> None:
     tokens = {"bins": 4, "low": [0.0], "high": [8.0], "first_token": 50}
     for seed, token in ((-3, 50), (1, 50), (2, 51), (7, 53), (8, 53)):
@@ -109,6 +140,9 @@ def test_a_simulator_that_fails_is_an_error_of_the_episode(tmp_path: Path, how: 
     [
         ({"actions": {**ACTIONS, "bin": 3}}, "actions.bin: no such option"),
         ({"actions": {"bins": 3}}, "set low and high"),
+        ({"actions": {**NUMBERS, "head": "gauss"}}, "actions.head=gauss: set it to action_tokens or gaussian"),
+        ({"actions": {**NUMBERS, "bins": 3}}, "actions.bins: head=gaussian draws numbers"),
+        ({"actions": {**NUMBERS, "first_token": 90}}, "not 16 tokens from 90"),
         ({"score": "reward"}, "score=reward"),
         ({"gl": "glfw"}, "gl=glfw: set it to egl, osmesa or none"),
         ({"state_tokens": {"bin": 3}}, "state_tokens.bin: no such option"),

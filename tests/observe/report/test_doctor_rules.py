@@ -173,6 +173,17 @@ def test_a_planted_fault_is_named_where_it_begins(name: str, tmp_path: Path) -> 
     assert found[rule].numbers and "metrics.jsonl" in found[rule].files
 
 
+@pytest.mark.parametrize(("head", "number"), [("gaussian", 0), ("action_tokens", 1)])
+def test_an_entropy_of_numbers_passes_through_0(head: str, number: int) -> None:
+    """A policy that becomes surer of the numbers of its actions is no sign of a fault."""
+    steps = dict(metrics_of(260, 0))
+    for step, metrics in steps.items():
+        metrics["actor/entropy"] = 0.3 - 0.002 * step
+    config = {"actor_rollout_ref": {"rollout": {"workflow_kwargs": {"actions": {"head": head}}}}}
+    found = [each.rule for each in rules_over(steps, config).findings()]
+    assert found.count("entropy-collapse") == number, found
+
+
 def test_samples_that_show_it_are_named(tmp_path: Path) -> None:
     def found(name: str) -> Finding:
         (each,) = examine(RunRecords(write_run(tmp_path / name, FAULTS[name][1]))).problems()

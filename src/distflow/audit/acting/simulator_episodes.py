@@ -27,7 +27,8 @@ def check_simulator(recorded: RecordedStep, sample: Sample, turns: Sequence[Any]
     dim, first_token = len(bounds_of(options["actions"])), _first_token(recorded, options["actions"])
     for number, turn in enumerate(turns):
         if number < len(results):
-            _check_actions(who, options, turn.drawn, called["act"][number], first_token)
+            values = turn.place.generation.values if "action_values" in sample else ()
+            _check_actions(who, options, turn.drawn, called["act"][number], first_token, values)
         mask = sample["response_mask"][turn.place.start : turn.place.start + len(turn.drawn)] > 0
         steps = len(results[number]["rewards"]) if number < len(results) else 0
         is_cut = sample["finish_reason"] == "no_action" and turn is turns[-1]
@@ -50,11 +51,14 @@ def check_simulator(recorded: RecordedStep, sample: Sample, turns: Sequence[Any]
 
 
 def _first_token(recorded: RecordedStep, options: Mapping[str, Any]) -> int:
-    """The token of the lowest bin."""
+    """The token of the lowest bin, or of the first number."""
     tokenizer, first = recorded.run.resources.tokenizer, options.get("first_token")
     if isinstance(first, str):
         return int(tokenizer.get_vocab()[first])
-    return len(tokenizer) - int(options.get("bins", 256)) if first is None else int(first)
+    size = int(options.get("bins") or 256)
+    if options.get("head", "action_tokens") != "action_tokens":
+        size = 2 * len(bounds_of(options)) * int(options.get("action_chunks_len", 8))
+    return len(tokenizer) - size if first is None else int(first)
 
 
 def _check_start(who: str, recorded: RecordedStep, sample: Sample, begun: Mapping[str, Any]) -> None:
@@ -91,17 +95,30 @@ def _check_state(
 
 
 def _check_actions(
-    who: str, options: Mapping[str, Any], drawn: Sequence[int], call: tuple[Any, ...], first_token: int
+    who: str,
+    options: Mapping[str, Any],
+    drawn: Sequence[int],
+    call: tuple[Any, ...],
+    first_token: int,
+    values: Sequence[float],
 ) -> None:
-    """Each number of an action is the middle of the bin that its token stands for."""
+    """Each number of an action is the middle of the bin that its token stands for, or its value from −1 to 1 on the
+    scale of the bounds, clipped to them."""
     given, result = call
-    bounds, bins = bounds_of(options["actions"]), int(options["actions"].get("bins", 256))
+    bounds, bins = bounds_of(options["actions"]), int(options["actions"].get("bins") or 256)
     for step, action in enumerate(given["actions"]):
         places = [(number - a) / (b - a) * bins - 0.5 for number, (a, b) in zip(action, bounds, strict=True)]
         tokens = drawn[step * len(bounds) : (step + 1) * len(bounds)]
         between = [token - first_token - place for token, place in zip(tokens, places, strict=True)]
+        if values:
+            numbers = [2 * (number - a) / (b - a) - 1 for number, (a, b) in zip(action, bounds, strict=True)]
+            own = values[step * len(bounds) : (step + 1) * len(bounds)]
+            wanted = range(first_token + 2 * step * len(bounds), first_token + 2 * (step + 1) * len(bounds), 2)
+            between = [one - other for one, other in zip(tokens, wanted, strict=True)]
+            between += [min(max(one, -1.0), 1.0) - other for one, other in zip(own, numbers, strict=True)]
         if max(map(abs, between), default=0.0) > 1e-3:
-            raise Wrong(f"{who} executed {action}, but the policy drew {list(tokens)}")
+            drew = values[step * len(bounds) : (step + 1) * len(bounds)] or tokens
+            raise Wrong(f"{who} executed {action}, but the policy drew {list(drew)}")
     ends = [a or b for a, b in zip(result["terminated"], result["truncated"], strict=True)]
     if any(ends[:-1]) or not 1 <= len(ends) <= len(given["actions"]):
         raise Wrong(f"{who} executed {len(ends)} of {len(given['actions'])} actions, with ends {ends}")

@@ -5,7 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distflow.builtin_names import MODELS, ROLLOUT_ENGINES
-from distflow.config.derived_settings import is_one_process, is_rl, is_sharded, may_have_critic, reads_pairs
+from distflow.config.derived_settings import (
+    action_head,
+    is_one_process,
+    is_rl,
+    is_sharded,
+    may_have_critic,
+    reads_pairs,
+)
 from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig, CriticConfig, OptimConfig
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import Config
@@ -210,6 +217,32 @@ def sampling_of_server(config: Config) -> Iterator[Finding]:
             yield Finding((key, f"{ROLLOUT}.name"), why, f"remove {key}; top_k is supported")
 
 
+def action_heads(config: Config) -> Iterator[Finding]:
+    """Numbers of continuous actions are drawn by the engine hf from the whole normal distribution, by one policy."""
+    rollout, validation, model = config.actor_rollout_ref.rollout, "val_kwargs.", config.actor_rollout_ref.model
+    if (head := action_head(config)) is None:
+        return
+    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop": ()}
+    sampling = {f"{ROLLOUT}.{name}": (getattr(rollout, name), usual) for name, usual in plain.items()}
+    for name in ("temperature", "top_p", "top_k") if rollout.val_kwargs.n else ():
+        sampling[f"{ROLLOUT}.{validation}{name}"] = getattr(rollout.val_kwargs, name), plain[name]
+    for domain, own in config.data.domains.items():
+        for name in ("temperature", "top_p", "top_k"):
+            sampling[f"data.domains.{domain}.{name}"] = getattr(own, name, None) or plain[name], plain[name]
+    wrong = {key: f"set {key}={usual}" for key, (value, usual) in sampling.items() if value != usual}
+    others = {
+        f"{ROLLOUT}.name": (rollout.name != "hf", "set it to hf"),
+        f"{ROLLOUT}.workflow": (rollout.workflow != "simulator", "set it to simulator"),
+        f"{ROLLOUT}.agents": (bool(rollout.agents), "remove them"),
+        f"{MODEL}.lora_rank": (model.lora_rank > 0, "set it to 0"),
+        f"{ACTOR}.strategy": (is_sharded(config), "set it to torch"),
+    }
+    wrong |= {key: advice for key, (is_wrong, advice) in others.items() if is_wrong}
+    for key, advice in wrong.items():
+        what = f"actions.head={head} draws numbers, and does not support this"
+        yield Finding((key, f"{ROLLOUT}.workflow_kwargs"), what, advice)
+
+
 def no_secrets(config: Config) -> Iterator[Finding]:
     """The config contains no secrets: the run's folder and Ray's tables show it."""
     roles = config.trainer.worker_roles.values()
@@ -267,6 +300,7 @@ RULES = (
     rollout_server,
     tensor_parallel_rollout,
     sampling_of_server,
+    action_heads,
     sharding,
     no_secrets,
 )

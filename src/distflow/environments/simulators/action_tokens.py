@@ -1,4 +1,5 @@
-"""`action_tokens`: numbers of an action as tokens, one for each dimension, which is divided into equal bins."""
+"""Numbers of an action as tokens, one for each dimension: `action_tokens` divides it into equal bins; those of a
+continuous head have a value beside each token."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -70,6 +71,38 @@ class ActionTokens:
     def _middles(self, bins: NDArray[np.int64]) -> NDArray[np.float64]:
         low, high = np.array(self.low), np.array(self.high)
         return low + (bins + 0.5) * ((high - low) / self.bins)
+
+
+@dataclass(frozen=True)
+class ContinuousActions:
+    """Chunks of actions as values, step by step, each dimension in turn: −1 is its lower bound, and 1 its upper one.
+
+    low, high: bounds of each dimension. first: token id of the first number; each has two tokens. chunk: steps of a
+    chunk.
+    """
+
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    first: int
+    chunk: int
+
+    @property
+    def dim(self) -> int:
+        return len(self.low)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a chunk."""
+        return self.dim * self.chunk
+
+    def decode(self, values: Sequence[float]) -> NDArray[np.float64]:
+        """The actions `(steps, dim)`, clipped to the bounds. Raises ValueError for a value that is not finite."""
+        steps, low, high = len(values) // self.dim, np.array(self.low), np.array(self.high)
+        given = np.array(values[: steps * self.dim], np.float64).reshape(steps, self.dim)
+        if not np.isfinite(given).all():
+            step, part = np.argwhere(~np.isfinite(given))[0]
+            raise ValueError(f"dimension {part} of action {step} is {given[step, part]:g}: the policy has diverged")
+        return low + (np.clip(given, -1, 1) + 1) / 2 * (high - low)
 
 
 def action_bounds(options: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...], bool]:

@@ -10,7 +10,7 @@ from distflow.data.images import keep_pixels
 from distflow.data.sample import ENV_ERROR
 from distflow.environments.chat import Chat, ChatError
 from distflow.environments.environment_workflow import seed_of
-from distflow.environments.simulators.action_tokens import ActionTokens, action_bounds
+from distflow.environments.simulators.action_tokens import ActionTokens, ContinuousActions, action_bounds
 from distflow.environments.simulators.protocol import Observation
 from distflow.environments.simulators.worker_pool import Episode, SimulatorPool
 from distflow.environments.user_process import MadeByOptions, options_of
@@ -21,7 +21,9 @@ MAX_STEPS, NO_ACTION = "max_steps", "no_action"
 T = TypeVar("T")
 _BOUNDS = ("low", "high", "statistics", "unnorm_key", "action_dim")
 _STATE = ("bins", *_BOUNDS, "first_token")
-_ACTIONS = (*_STATE, "action_chunks_len", "execute")
+_ACTIONS = (*_STATE, "action_chunks_len", "execute", "head")
+HEADS = ("action_tokens", "gaussian")
+"""What draws an action: a bin of each dimension, or its number from a normal distribution."""
 
 
 class SimulatorWorkflow(MadeByOptions):
@@ -41,20 +43,26 @@ class SimulatorWorkflow(MadeByOptions):
         num_workers: int = 2,
         gl: str | None = None,
     ) -> None:
-        """env: see `simulator_maker`. actions: see `ActionTokens` and `action_bounds`. prompt: of a decision; it may
-        have {images}, {instruction} and {state}. state_tokens: bounds, bins and first token, as of actions; the
-        state's numbers are added to the prompt as tokens. score: success or return, the sum of the rewards.
-        step_timeout: seconds of `reset` and of a chunk. gl: how MuJoCo renders. Raises UserError."""
+        """env: see `simulator_maker`. actions: `head` (see `HEADS`), and the options of `ActionTokens`,
+        `ContinuousActions` and `action_bounds`. prompt: of a decision; it may have {images}, {instruction} and {state}.
+        state_tokens: bounds, bins and first token, as of actions; the state's numbers are added to the prompt as
+        tokens. score: success or return, the sum of the rewards. step_timeout: seconds of `reset` and of a chunk. gl:
+        how MuJoCo renders. Raises UserError."""
         self._options = options_of(locals())
         for where, own, known in (("actions", actions, _ACTIONS), ("state_tokens", state_tokens or {}, _STATE)):
             if unknown := next((name for name in own if name not in known), None):
                 raise UserError(f"{where}.{unknown}: no such option{hint(unknown, known)}")
+        if (head := actions.get("head", "action_tokens")) not in HEADS:
+            raise UserError(f"actions.head={head}: set it to {' or '.join(HEADS)}")
+        self._is_continuous = head != "action_tokens"
+        if self._is_continuous and actions.get("bins") is not None:
+            raise UserError(f"actions.bins: head={head} draws numbers, without bins: set it to null")
         if score not in ("success", "return"):
             raise UserError(f"score={score}: set it to success or return")
         self._actions, self._bounds = dict(actions), action_bounds(actions)
         self._state_bounds = action_bounds(state_tokens) if state_tokens is not None else None
         self._state_tokens = dict(state_tokens or {})
-        self._codec: ActionTokens | None = None
+        self._codec: ActionTokens | ContinuousActions | None = None
         self._state_codec: ActionTokens | None = None
         self._prompt, self._score, self._ids = prompt, score, dict[object, tuple[int, ...]]()
         self._chunk = int(actions.get("action_chunks_len", 8))
@@ -74,6 +82,8 @@ class SimulatorWorkflow(MadeByOptions):
             raise ChatError("the prompts of a simulator are plain text: set data.prompt_format=text")
         if self._codec is None:
             self._codec = self._codecs(chat)
+        if isinstance(self._codec, ContinuousActions):
+            chat.head = {"first": self._codec.first}
         chat.finish_reason = ENV_ERROR  # until it has ended
         told = {**row.extra_info, "ground_truth": row.ground_truth}
         with chat.clock_stopped():
@@ -84,7 +94,7 @@ class SimulatorWorkflow(MadeByOptions):
             with chat.clock_stopped():
                 await episode.close()
 
-    async def _play(self, chat: Chat, episode: Episode, codec: ActionTokens) -> dict[str, Any]:
+    async def _play(self, chat: Chat, episode: Episode, codec: ActionTokens | ContinuousActions) -> dict[str, Any]:
         frames, num_steps, total, success, reason, decisions = list[str](), 0, 0.0, False, "", 0
         step_rewards = list[list[float]]()
         while not reason:
@@ -94,8 +104,11 @@ class SimulatorWorkflow(MadeByOptions):
             ids = self._encoded(chat, episode.seen, paths)
             reply = await _timed(chat, "model", talk.ask(ids, max_tokens=codec.num_tokens, images=paths))
             decisions += 1
-            chunk = codec.decode(reply.token_ids)[: self._execute]
             talk.finish_reason = ENV_ERROR
+            if isinstance(codec, ContinuousActions):
+                chunk = codec.decode(talk.segments[-1].values)[: self._execute]
+            else:
+                chunk = codec.decode(reply.token_ids)[: self._execute]
             steps: list[bool] = []
             step_rewards.append([])
             if len(chunk):
@@ -117,12 +130,18 @@ class SimulatorWorkflow(MadeByOptions):
         extra = {"frames": frames, "instruction": episode.seen.instruction, "step_rewards": step_rewards}
         return {"score": facts[self._score], "acc": float(success), **facts, "extra": extra}
 
-    def _codecs(self, chat: Chat) -> ActionTokens:
+    def _codecs(self, chat: Chat) -> ActionTokens | ContinuousActions:
         """Those of actions and of states. Raises ChatError for a model without such tokens, or too short responses."""
         if self._state_bounds is not None:
             low, high, _ = self._state_bounds
             self._state_codec = _tokens_of("state_tokens", chat, self._state_tokens, (low, high, True), 1)
-        codec = _tokens_of("actions", chat, self._actions, self._bounds, self._chunk)
+        codec: ActionTokens | ContinuousActions
+        if self._is_continuous:
+            low, high, _ = self._bounds
+            size = 2 * len(low) * self._chunk
+            codec = ContinuousActions(low, high, _first_token("actions", chat, self._actions, size), self._chunk)
+        else:
+            codec = _tokens_of("actions", chat, self._actions, self._bounds, self._chunk)
         if codec.num_tokens > chat.limits.response:
             need = f"a chunk of actions has {codec.num_tokens} tokens"
             raise ChatError(f"{need}: set data.max_response_length to that, at least")
@@ -154,14 +173,19 @@ def _tokens_of(
     chunk: int,
 ) -> ActionTokens:
     """Raises ChatError if the model's vocabulary has no such tokens. bounds: and whether numbers beyond are clipped."""
-    bins, first = int(options.get("bins", 256)), options.get("first_token")
-    number = chat.tokens.vocabulary - bins if first is None else first
+    bins, (low, high, clips) = int(options.get("bins", 256)), bounds
+    return ActionTokens(low, high, bins, _first_token(name, chat, options, bins), chunk, clips)
+
+
+def _first_token(name: str, chat: Chat, options: Mapping[str, Any], size: int) -> int:
+    """The id of the first of `size` tokens. Raises ChatError if the vocabulary has no such tokens."""
+    first = options.get("first_token")
+    number = chat.tokens.vocabulary - size if first is None else first
     token = chat.tokens.token_id(number) if isinstance(number, str) else int(number)
-    if not 0 <= token <= chat.tokens.vocabulary - bins:
-        size = f"{bins} tokens from {token}"
-        raise ChatError(f"{name}: the tokenizer has {chat.tokens.vocabulary} tokens, not {size} (first_token)")
-    low, high, clips = bounds
-    return ActionTokens(low, high, bins, token, chunk, clips)
+    if not 0 <= token <= chat.tokens.vocabulary - size:
+        wanted = f"{size} tokens from {token}"
+        raise ChatError(f"{name}: the tokenizer has {chat.tokens.vocabulary} tokens, not {wanted} (first_token)")
+    return token
 
 
 async def _timed(chat: Chat, on: str, waits: Awaitable[T]) -> T:

@@ -351,6 +351,8 @@ def _hacking(h: History) -> str | None:
     enough=30,
 )
 def _collapse(h: History) -> str | None:
+    if h.setting("actor_rollout_ref.rollout.workflow_kwargs.actions.head") not in (None, "action_tokens"):
+        return None  # the entropy of a normal distribution passes through 0
     values, first = h.last("actor/entropy", 20), h.first("actor/entropy")
     falls = statistics.fmean(values[10:]) < statistics.fmean(values[:10])
     return (

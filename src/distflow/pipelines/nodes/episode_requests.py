@@ -11,7 +11,7 @@ from distflow.data.episode_event_hook import on_token
 from distflow.data.sample import Segment
 from distflow.environments.chat import Chat, ChatError
 from distflow.pipelines.nodes.rollout_reward_filter import policy_segment
-from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine, SamplingParams
+from distflow.rollout.engine import ActionHead, GenerateRequest, Generation, RolloutEngine, SamplingParams
 from distflow.runtime.group_record import Group
 from distflow.runtime.user_calls import deadline_paused
 
@@ -69,27 +69,30 @@ class EpisodeRequests:
     def connect(self, index: int, chat: Chat) -> None:
         """Connect this episode's chat, or a fork, to these requests."""
         self._has_forked |= bool(chat.name)
-        chat.generate, chat.forked = partial(self.ask, index, chat.name), partial(self.connect, index)
+        chat.generate, chat.forked = partial(self.ask, index, chat), partial(self.connect, index)
 
     async def ask(
         self,
         index: int,
-        fork: str,
+        chat: Chat,
         prompt: tuple[int, ...],
         max_tokens: int,
         stop: tuple[str | int, ...],
         num_drawn: int,
         images: tuple[str, ...] = (),
     ) -> tuple[Segment, str]:
-        """See `distflow.environments.chat.Generate`. index: of the episode's sample. fork: name of the conversation."""
+        """See `distflow.environments.chat.Generate`. index: of the episode's sample."""
         if self._episode_of(index) not in self._running:
             raise ChatError("ask: the episode of this chat has ended")
+        fork = chat.name
         own = self.params_of(fork)
         texts = (*own.stop, *(text for text in stop if isinstance(text, str)))
         tokens = (*own.stop_token_ids, *(token for token in stop if isinstance(token, int)))
         params = replace(
             own, max_tokens=max_tokens, stop=tuple(dict.fromkeys(texts)), stop_token_ids=tuple(dict.fromkeys(tokens))
         )
+        if chat.head is not None:  # its tokens may be special ones
+            params = replace(params, stop_token_ids=(), head=ActionHead(**chat.head))
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         with deadline_paused():
             waiting = self._asked.setdefault((fork, prompt, params, num_drawn, images), {})

@@ -54,7 +54,8 @@ async def generate(group: Group, rollout: RolloutEngine, tokenizer: PreTrainedTo
 def policy_segment(generation: Generation) -> Segment:
     """The tokens that the engine drew, as a part of a sample."""
     log_probs, sampling = tuple(generation.rollout_log_probs), tuple(generation.sampling_log_probs)
-    return Segment("policy", tuple(generation.token_ids), log_probs, sampling, tuple(generation.versions))
+    ids, versions = tuple(generation.token_ids), tuple(generation.versions)
+    return Segment("policy", ids, log_probs, sampling, versions, values=tuple(generation.values))
 
 
 @node(writes=RESPONSE_FIELDS, scope="group")

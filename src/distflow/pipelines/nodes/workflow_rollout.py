@@ -206,7 +206,7 @@ class _Episodes:
     def _chat(self, index: int, templated: bool) -> Chat:
         group, longest = self.group, self.group.params.max_tokens
         limits = Limits(longest, self.ctx.config.data.max_prompt_length + longest)
-        chat = Chat(self.tokens, partial(self.requests.ask, index, ""), limits, templated=templated)
+        chat = Chat(self.tokens, self.requests.ask, limits, templated=templated)
         chat.image_store = self.ctx.config.trainer.run_dir / "data" / "images"
         chat.clock_stopped = lambda on="environment": deadline_paused(on)
         chat.version = group.prompt_group.version
@@ -331,6 +331,7 @@ class _Episodes:
             outcome=outcome,
             valid=has_score,
             rejected=outcome is None,
+            has_values=chat.head is not None,
         )
 
     def _place(self, chat: Chat) -> tuple[int, list[int]]:

@@ -1,0 +1,162 @@
+"""Runs whose policy draws the numbers of its actions: audited, resumed, over two processes; and faults that the first
+step finds."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distflow.cli import main
+from distflow.data.batch import Batch
+from distflow.environments.simulators.action_tokens import ContinuousActions
+from distflow.errors import TrustError
+from distflow.models import log_probs
+from distflow.observe.run_reader import read_samples
+from distflow.rollout import hf
+from distflow.rollout.engine import Generation
+from distflow.runtime.run_errors_and_limits import TooManyErrors
+from tests.e2e.planting import plant_in_group
+from tests.e2e.runs import Playground, Run
+from tests.e2e.test_acting import ACTS, DECISIONS, FILE, LEVELS, flow
+
+Patch = pytest.MonkeyPatch
+pytestmark = pytest.mark.slow
+ACTIONS = {"head": "gaussian", "low": -1.5, "high": 1.5, "action_dim": 2, "action_chunks_len": 4, "first_token": 20}
+KEYS = (*ACTS, "actor_rollout_ref.actor.optim.lr=1e-4")
+FAST = "trainer.total_training_steps=1"
+
+
+def options(**changes: Any) -> str:
+    """Episodes of 6 steps, so that they end within a chunk."""
+    made = {"env": f"{FILE}Pays", "env_kwargs": {"ends_at": 6}, "prompt": "{state}", "score": "return", **changes}
+    return f"actor_rollout_ref.rollout.workflow_kwargs={flow({'actions': ACTIONS, **made})}"
+
+
+@pytest.fixture
+def playground(tmp_path: Path) -> Playground:
+    made = Playground(tmp_path)
+    made.write_rows([{"prompt": f"{number}", "answer": "", "seed": number} for number in range(12)])
+    return made
+
+
+def test_every_audit_of_a_run_passes(playground: Playground) -> None:
+    keys = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.entropy_coef=0.01")
+    validates = (f"data.val_files={playground.folder}/rows.jsonl", "data.allow_overlap=true", "trainer.test_freq=1")
+    run = playground.run("grpo", *KEYS, options(), *keys, *validates, "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    passed = {name for audit in run.audits() for name in audit["proven"]}
+    assert {"backward", "draws", "episodes", "gradients", "log_probs", "loss", "masks", "reference"} <= passed
+    assert {"rewards", "turns", "validation", "versions"} <= passed
+    assert not run.notes("warning")
+    assert all(row["reward_parts"]["env_steps"] == 6 for row in read_samples(run.folder, 1))
+
+
+@pytest.mark.parametrize("level", ["action", "chunk"])
+def test_every_audit_passes_at_each_level_and_by_decision(playground: Playground, level: str) -> None:
+    levels = [each.format(level) for each in LEVELS[:2]]
+    run = playground.run("grpo", *KEYS, options(), *levels, *DECISIONS, "algorithm.adv_estimator=reinforce")
+    for audit in run.audits():
+        assert {"backward", "draws", "episodes", "gradients", "log_probs", "loss", "masks"} <= {*audit["proven"]}
+    assert not run.notes("warning")
+
+
+def test_a_resumed_run_is_bit_equal(playground: Playground) -> None:
+    saves = (*KEYS, options(), "trainer.save_freq=1")
+    whole = playground.run("grpo", *saves, "trainer.total_training_steps=3", name="whole").weights(3)
+    playground.run("grpo", *saves, name="cut")
+    resumed = playground.run("grpo", *saves, "trainer.total_training_steps=3", name="cut").weights(3)
+    assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
+
+
+def test_two_processes_end_where_one_does(playground: Playground) -> None:
+    saves = (*KEYS, options(), "trainer.save_freq=2")
+    one = playground.run("grpo", *saves, name="one")
+    assert main(["train", "grpo", *playground.overrides("two", *saves, "trainer.n_gpus_per_node=2")]) == 0
+    two = Run(playground.folder / "two", one.config, one.outcome)
+    for name, weight in one.weights(2).items():
+        assert torch.allclose(weight, two.weights(2)[name], atol=1e-5), name
+
+
+def test_an_episode_without_a_decision_has_the_column_too(playground: Playground) -> None:
+    """All of a group's episodes fail at their start."""
+    faulty = options(env=f"{FILE}Fails", env_kwargs={"how": "dies"})
+    playground.write_rows([{"prompt": f"{n}", "answer": "", "seed": 150 if n % 3 == 0 else n} for n in range(12)])
+    run = playground.run("grpo", *KEYS, faulty, "reward.on_error=mask", "reward.max_error_rate=1")
+    assert len(run.metrics()) == 2
+
+
+def shifted_by_a_hundredth(patch: Patch) -> None:
+    def shift(batch: Batch) -> None:
+        batch["action_values"] = batch.flat("action_values") + 0.01 * batch.flat("response_mask")
+
+    plant_in_group(patch, shift)
+
+
+def drawn_a_hundredth_away(patch: Patch) -> None:
+    """The engine records another number than it drew, with the log-prob of the one that it drew."""
+
+    def generation(*given: Any, values: list[float], **more: Any) -> Generation:
+        return Generation(*given, values=[each + 0.01 for each in values], **more)
+
+    patch.setattr(hf, "Generation", generation)
+
+
+def clipped_before_it_is_recorded(patch: Patch) -> None:
+    def clip(batch: Batch) -> None:
+        batch["action_values"] = batch.flat("action_values").clamp(-0.5, 0.5)
+
+    plant_in_group(patch, clip)
+
+
+def log_std_taken_as_std(patch: Patch) -> None:
+    """By engine and trainer alike."""
+    right = log_probs.normal_of
+
+    def wrong(logits: Any, tokens: Any) -> Any:
+        mean, log_std = right(logits, tokens)
+        return mean, log_std.abs().log()
+
+    patch.setattr(log_probs, "normal_of", wrong)
+    patch.setattr(hf, "normal_of", wrong)
+
+
+def without_the_constant(patch: Patch) -> None:
+    """By engine and trainer alike; ratios do not change."""
+    right = log_probs.normal_log_probs
+
+    def wrong(values: Any, mean: Any, log_std: Any) -> Any:
+        return right(values, mean, log_std) + math.log(2 * math.pi) / 2
+
+    patch.setattr(log_probs, "normal_log_probs", wrong)
+    patch.setattr(hf, "normal_log_probs", wrong)
+
+
+def unclipped_in_the_simulator(patch: Patch) -> None:
+    right = ContinuousActions.decode
+    patch.setattr(ContinuousActions, "decode", lambda self, values: right(self, [0.5 * each for each in values]))
+
+
+FAULTS = {
+    shifted_by_a_hundredth: r"found \(.*(turns|log_probs|draws)",
+    drawn_a_hundredth_away: r"found \(|differ",
+    clipped_before_it_is_recorded: r"found \(",
+    log_std_taken_as_std: r"found \(",
+    without_the_constant: r"found \(",
+    unclipped_in_the_simulator: r"executed .* but the policy drew",
+}
+
+
+@pytest.mark.parametrize("plant", FAULTS)
+def test_a_wrong_number_ends_the_run_in_the_first_step(playground: Playground, monkeypatch: Patch, plant: Any) -> None:
+    plant(monkeypatch)
+    with pytest.raises(TrustError, match=FAULTS[plant]):
+        playground.run("grpo", *KEYS, options(), FAST)
+
+
+def test_numbers_that_are_not_finite_are_errors_of_their_episodes(playground: Playground, monkeypatch: Patch) -> None:
+    """They are neither executed nor trained on, and the run ends with their cause."""
+    right = hf.normal_of
+    monkeypatch.setattr(hf, "normal_of", lambda *given: [each * math.nan for each in right(*given)])
+    with pytest.raises(TooManyErrors, match="160 of 160 scores are reward errors .* is nan: the policy has diverged"):
+        playground.run("grpo", *KEYS, options(), FAST)
