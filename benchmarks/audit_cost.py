@@ -25,9 +25,9 @@ from typing import Any
 
 from distflow.audit import all_checks
 from distflow.audit.auditor import Auditor
+from distflow.audit.every_step.engine_weights_canary import Canary
+from distflow.audit.every_step.step_invariants import LiveChecks
 from distflow.audit.record_calls_and_updates import MicroRecord, Stripe, UpdateWatch
-from distflow.checks.engine_weights_canary import Canary
-from distflow.checks.step_invariants import LiveChecks
 from distflow.config import load_config
 from distflow.launch.make_spec import make_spec
 from distflow.launch.one_process_launcher import launch_local

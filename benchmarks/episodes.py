@@ -1,6 +1,7 @@
 """Tokens per second of episodes of four turns against single turns of the same lengths, in a run that only generates.
 
-    python benchmarks/episodes.py [--rounds 3 --steps 4 --work quickstart fixed-10m --tool-ms 200 --staleness 0]
+    python benchmarks/episodes.py [--rounds 3 --steps 4 --work quickstart fixed-10m --case instant tools]
+                                  [--tool-ms 200 --staleness 0]
 
 `instant`: 64 episodes in a step, whose tools answer at once. `tools`: 32 episodes, whose tools take `--tool-ms` each.
 Either is compared with single turns that have the prompt and the response of each turn, as long token for token, four
@@ -31,8 +32,13 @@ GROUP = 8
 CASES = {"instant": 64, "tools": 32}
 """Episodes in a step."""
 
-OURS = {"quickstart": Work(Shape(96, 6), 24), **{name: WORKS[name] for name in ("fixed-1m", "fixed-10m", "fixed-135m")}}
-"""quickstart: as many weights as the quickstart's model, and responses as long as its."""
+OURS = {
+    "quickstart": Work(Shape(96, 6), 24),
+    "turns-10m": Work(Shape(384, 6, dtype="bfloat16"), 192),
+    **{name: WORKS[name] for name in ("fixed-1m", "fixed-10m", "fixed-135m")},
+}
+"""quickstart: as many weights as the quickstart's model, and responses as long as its. turns-10m: turns as long as
+those of agents that think or call tools."""
 
 
 @distflow.workflow
@@ -139,14 +145,14 @@ def compare(folder: Path, name: str, work: Work, steps: int, seconds: float, sta
 
 
 def measure(name: str, arguments: argparse.Namespace) -> None:
-    found: dict[str, list[tuple[Measured, ...]]] = {case: [] for case in CASES}
+    found: dict[str, list[tuple[Measured, ...]]] = {case: [] for case in arguments.case}
     delays = {"instant": 0.0, "tools": arguments.tool_ms / 1000}
     with tempfile.TemporaryDirectory() as folder_name:
         folder, work = Path(folder_name), OURS[name]
         write_work(folder, work.shape)
         for index in range(arguments.rounds):
-            for case, episodes in CASES.items():
-                own = replace(work, prompts=episodes // GROUP)
+            for case in arguments.case:
+                own = replace(work, prompts=CASES[case] // GROUP)
                 both = compare(folder, f"{case}{index}", own, arguments.steps, delays[case], arguments.staleness)
                 found[case].append(both)
     for case, runs in found.items():
@@ -165,6 +171,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="of a run; the first is not counted")
     parser.add_argument("--work", nargs="+", default=["quickstart", "fixed-10m"], choices=OURS)
+    parser.add_argument("--case", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--tool-ms", type=int, default=200)
     parser.add_argument("--staleness", type=int, default=0)
     arguments = parser.parse_args()

@@ -33,7 +33,7 @@ import numpy as np
 from distflow.launch.plans.plan_before_run import RunPlanner
 from distflow.planning.predicted_run import Lengths, PredictedRun
 from distflow.planning.simulate import Costs, Setup, SimulatedRun, simulate
-from distflow.scheduling.row_order_and_step_sizes import DataPlan, Frequency
+from distflow.scheduling.data_plan import DataPlan, Frequency
 
 MODEL = [
     "actor_rollout_ref.model.path=qwen2.5-7b",
@@ -134,7 +134,7 @@ def coordinator() -> Iterator[str]:
     from distflow.observe.writing.timing import Waits
     from distflow.runtime.sample_queue.protocol import FinishedGroup
     from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
-    from distflow.scheduling.bin_packing import DpGroupShares
+    from distflow.runtime.worker_place_and_dp_groups import DpGroupShares
     from distflow.scheduling.coordinator import Coordinator
 
     yield "\n| workers, groups a step | ask, µs | put, µs | take and release, ms | a step in all, s |"

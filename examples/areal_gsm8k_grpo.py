@@ -7,7 +7,7 @@ python examples/areal_gsm8k_grpo.py trainer.launcher=ray trainer.n_gpus_per_node
 import sys
 
 import distflow
-from distflow.algorithms.advantages.grpo_family import compute_grpo_advantage
+from distflow.algorithms.advantages.critic_free import compute_grpo_advantage
 from distflow.algorithms.objectives import PolicyObjective
 
 # AReaL's config, data loaders, allocation, saver, evaluator and recover handler are keys of the run.

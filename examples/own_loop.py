@@ -4,7 +4,7 @@ python examples/own_loop.py
 """
 
 import distflow
-from distflow.algorithms.advantages.grpo_family import compute_grpo_advantage
+from distflow.algorithms.advantages.critic_free import compute_grpo_advantage
 from distflow.algorithms.objectives import PolicyObjective
 
 

@@ -23,7 +23,7 @@ from distflow.config.keys.declare import KeyInfo, collect
 from distflow.config.keys.schema import RESUMABLE, schema_keys, show_value
 from distflow.config.migration.tables import ANY, NOT_GIVEN, SYSTEMS, Name, all_tables, as_override, find_names
 from distflow.errors import ConfigError
-from distflow.launch.query_runs import VIEWS
+from distflow.launch.run_folders.query_runs import VIEWS
 from distflow.observe.sample_files import COLUMNS, SCHEMA_VERSION
 
 _BUILTIN_NAMES: Mapping[str, Mapping[str, builtin_names.Entry]] = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.source_trees import SOURCE, modules, tree_of
 
 CALLED_FROM_OUTSIDE = {
-    "cluster/actor_calls.py": ("_Pickler.reducer_override",),  # pickle
+    "cluster/remote_calls.py": ("_Pickler.reducer_override",),  # pickle
     "environments/areal_workflows.py": ("ModelResponse.*", "Engine.get_version"),  # workflows of users
     "environments/simulators/gridreach.py": ("GridReach.shortest",),  # users, for demonstrations (examples/acting.py)
     "errors.py": ("UserError._render_traceback_",),  # IPython

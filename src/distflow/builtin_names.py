@@ -88,12 +88,17 @@ class TrainEngineEntry(Entry):
 class RolloutEngineEntry(Entry):
     """A rollout engine. sizes: as for a train engine. in_server: it computes in a server, to which weights are sent.
     draws_by_stream: it draws with the sample's own random stream, which an audit repeats. takes_weights: otherwise it
-    cannot be used for training."""
+    cannot be used for training. reports_truncated: its log-probs with top_p, min_p and repetition_penalty are those of
+    the distribution that it then samples from. serves_adapters: beside the base weights, in a server that the run
+    starts. size_option: an option of its server for several devices, if its size in an allocation is always 1."""
 
     sizes: str = "d"
     in_server: bool = False
     draws_by_stream: bool = True
     takes_weights: bool = True
+    reports_truncated: bool = True
+    serves_adapters: bool = False
+    size_option: str = ""
 
 
 @dataclass(frozen=True)
@@ -159,12 +164,12 @@ KV_ON_UPDATE = ("keep", "recompute", "abort")
 
 WEIGHT_UPDATE_MODES = ("store", "disk", "collective")
 
-SEVERAL_PROCESSES = "distflow.cluster.several_process_launcher:launch_processes"
+SEVERAL_PROCESSES = "distflow.cluster.local_processes_launcher:launch_processes"
 """Starts the processes of the launcher `local`, if there are several."""
 GPUS_OF_CLUSTER = "distflow.cluster.ray_launcher:gpus_of_machines"
 """Counts the GPUs available to workers of the launcher `ray`."""
 SEVERAL_RUNS = {
-    "local": "distflow.cluster.concurrent_runs:launch_several",
+    "local": "distflow.cluster.concurrent_run_processes:launch_several",
     "ray": "distflow.cluster.ray_launcher:launch_several_ray",
 }
 """Functions that start several concurrent runs, by launcher."""

@@ -62,7 +62,7 @@ COMMANDS: dict[str, Command] = {
     "serve": Command(
         "serve a model or a run's policy to clients made for OpenAI or Anthropic", "eval_chat_and_serve", runs_code=True
     ),
-    "export": Command("write a checkpoint as a Hugging Face folder", "export_replay_report_why"),
+    "export": Command("write a checkpoint as a Hugging Face folder", "export_replay_report_trace"),
     "plan": Command("show what a run needs and how long it takes, without its devices", "plan", runs_code=True),
     "config": Command("print the resolved config", "config_and_data"),
     "migrate": Command(
@@ -77,15 +77,15 @@ COMMANDS: dict[str, Command] = {
     ),
     "sandbox": Command("run a Python file in the sandbox, or serve the sandbox to other machines", "sandbox"),
     "list": Command("list presets, built-in models or runs", "new_and_list"),
-    "report": Command("rewrite a run's report.html", "export_replay_report_why"),
-    "why": Command("show what a step trained on, waited for and took its time for", "export_replay_report_why"),
-    "trace": Command("export steps of a run as a trace for ui.perfetto.dev", "export_replay_report_why"),
-    "dashboard": Command("show a folder of runs in a browser", "dashboard"),
-    "watch": Command("show a run that another process writes, as its terminal does", "sql_show_and_diff"),
+    "report": Command("rewrite a run's report.html", "export_replay_report_trace"),
+    "why": Command("show what a step trained on, waited for and took its time for", "why"),
+    "trace": Command("export steps of a run as a trace for ui.perfetto.dev", "export_replay_report_trace"),
+    "dashboard": Command("show a folder of runs in a browser", "dashboard_and_watch"),
+    "watch": Command("show a run that another process writes, as its terminal does", "dashboard_and_watch"),
     "show": Command("show one sample with its group, scores and texts", "sql_show_and_diff"),
     "diff": Command("show what differs between two runs, and whether noise explains it", "sql_show_and_diff"),
     "sql": Command("ask the files of runs by SQL", "sql_show_and_diff", more=_VIEWS),
-    "replay": Command("repeat a saved non-finite update on the CPU", "export_replay_report_why"),
+    "replay": Command("repeat a saved non-finite update on the CPU", "export_replay_report_trace"),
     "doctor": Command("show what is wrong with a run, or with this machine", "doctor_and_selftest"),
     "selftest": Command("verify on this machine that all kinds of runs give the same numbers", "doctor_and_selftest"),
 }

@@ -170,3 +170,15 @@ def _library_folders() -> tuple[str, ...]:
 
 class TrustError(RuntimeError):
     """A check of the run failed, so its results would be worthless. The message has measurement and likely causes."""
+
+
+class PipelineError(UserError):
+    """An invalid pipeline. The message names the node, the field or option, and the nearest existing name."""
+
+
+class MissingColumn(PipelineError):
+    """A node reads a column that no earlier node writes."""
+
+    def __init__(self, message: str, column: str):
+        super().__init__(message)
+        self.column = column

@@ -55,7 +55,7 @@ def test_built_ins_are_imported_when_they_are_asked_for_and_replace_no_estimator
         "print(find_adv_est('grpo').fn.__name__, len(said))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["[]", "['gae', 'group_estimator_base', 'reinforce']", "mine 1"]
+    assert done.stdout.splitlines() == ["[]", "['critic_free', 'gae', 'group_estimator_base']", "mine 1"]
 
 
 def test_who_whitens_or_counts_over_the_batch_is_global() -> None:
@@ -110,7 +110,7 @@ def test_an_estimator_of_the_seeds_style() -> None:
 def test_a_taken_name_is_replaced_with_a_warning() -> None:
     before = find_adv_est("rloo")
     try:
-        with pytest.warns(UserWarning, match="'rloo' of distflow.*reinforce is replaced"):
+        with pytest.warns(UserWarning, match="'rloo' of distflow.*critic_free is replaced"):
 
             @register_adv_est(AdvantageEstimator.RLOO, scope="sample")
             def mine(token_level_rewards: Any, response_mask: Any) -> Any:

@@ -4,7 +4,7 @@ from typing import Any
 
 CELLS = """
 from distflow import NodeOutput, Pipeline, node, register_adv_est
-from distflow.pipelines.grpo import policy_gradient
+from distflow.pipelines.policy_gradient import policy_gradient
 
 LEVEL = 0.25
 

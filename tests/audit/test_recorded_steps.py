@@ -14,7 +14,12 @@ from distflow.audit import log_probs, metrics
 from distflow.audit.advantages import audit_advantages
 from distflow.audit.log_probs import audit_log_probs
 from distflow.audit.metrics import audit_sample_rows
-from distflow.audit.optimizer_steps import (
+from distflow.audit.record_calls_and_updates import GroupRecord, GroupRecords, UpdateRecord
+from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Wrong, check_close, samples_of, shuffled
+from distflow.audit.rollout_engine import audit_weights
+from distflow.audit.samples import audit_groups
+from distflow.audit.token_level_rewards import audit_rewards, audit_totals
+from distflow.audit.updates import (
     audit_each_sample_once,
     audit_gradients,
     audit_mini_batches,
@@ -22,11 +27,6 @@ from distflow.audit.optimizer_steps import (
     schedule,
     total_updates,
 )
-from distflow.audit.record_calls_and_updates import GroupRecord, GroupRecords, UpdateRecord
-from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Wrong, check_close, samples_of, shuffled
-from distflow.audit.rollout_engine import audit_weights
-from distflow.audit.samples import audit_groups
-from distflow.audit.token_level_rewards import audit_rewards, audit_totals
 from distflow.config import load_config
 from distflow.data.batch import Batch
 from distflow.graph import NodeRole
@@ -38,7 +38,7 @@ from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import OneRank
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
-from tests.checks.batches import WeightsOnly, sampled_batch
+from tests.audit.every_step.batches import WeightsOnly, sampled_batch
 from tests.sparse_params import one_fast_in
 from tests.tiny_models import write_tiny_model
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distflow.audit import optimizer_steps, rollout_engine
+from distflow.audit import rollout_engine, updates
 from distflow.errors import TrustError
 from distflow.observe.run_reader import read_events
 from distflow.rollout.embedded import request_lane as embedded
@@ -53,7 +53,7 @@ def test_too_large_moves_by_rounding_are_not_checked(rough: Playground, monkeypa
 
 
 def test_gradients_moved_too_far_are_not_checked(rough: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_steps, "ROUNDED", 0.05)
+    monkeypatch.setattr(updates, "ROUNDED", 0.05)
     rough.run("grpo", *BFLOAT16)
     (audit,) = [event for event in read_events(rough.folder / "run") if event.kind == "audit"]
     assert "rounding alone moves the gradient" in audit.fields["unproven"]["backward"]

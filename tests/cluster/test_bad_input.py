@@ -15,8 +15,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from distflow import __version__
 from distflow.cluster import ray_cluster, worker_actor
-from distflow.cluster.actor_calls import WorkerFailed
 from distflow.cluster.ray_launcher import launch_ray
+from distflow.cluster.remote_calls import WorkerFailed
 from distflow.errors import UserError
 from distflow.runtime.spec import LaunchOptions
 from tests.cluster.test_faults import workers

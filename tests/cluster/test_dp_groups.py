@@ -3,8 +3,8 @@ one process does."""
 
 import pytest
 
-from distflow.cluster.actor_calls import WorkerDied
 from distflow.cluster.ray_launcher import launch_ray
+from distflow.cluster.remote_calls import WorkerDied
 from distflow.runtime.run_errors_and_limits import NodeError
 from tests.cluster.test_supervisor import check_same, distance
 from tests.e2e.runs import Playground, Run

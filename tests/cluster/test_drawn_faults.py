@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from distflow.cluster import actor_calls, worker_failures
-from distflow.cluster.actor_calls import WorkerDied
+from distflow.cluster import remote_calls, worker_failures
 from distflow.cluster.ray_launcher import launch_ray
+from distflow.cluster.remote_calls import WorkerDied
 from distflow.runtime import fault_injection
 from distflow.runtime.fault_injection import Fault
 from tests.cluster.test_faults import workers
@@ -79,8 +79,8 @@ def test_a_run_goes_on_or_ends_by_name_and_is_resumed(
     seed: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(actor_calls, "REPLIES_WITHIN_S", 15.0)
-    monkeypatch.setattr(actor_calls, "STARTS_WITHIN_S", 90.0)
+    monkeypatch.setattr(remote_calls, "REPLIES_WITHIN_S", 15.0)
+    monkeypatch.setattr(remote_calls, "STARTS_WITHIN_S", 90.0)
     monkeypatch.setattr(worker_failures, "STARTS_WITHIN_S", 90.0)
     allocation, fault = draw(seed)
     keys = (*STEPS, *validating(ground), f"trainer.allocation='{allocation}'")

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from distflow import cli
-from distflow.cluster import actor_calls
-from distflow.cluster.actor_calls import WorkerDied
+from distflow.cluster import remote_calls
 from distflow.cluster.ray_launcher import launch_ray
+from distflow.cluster.remote_calls import WorkerDied
 from distflow.scheduling import ledger
 from tests.cluster import leftovers
 from tests.cluster.leftovers import Held
@@ -73,7 +73,7 @@ def test_a_worker_that_is_killed_ends_the_run_and_the_same_command_goes_on(groun
     config, spec = ground.spec("grpo", *ENDLESS)
     with struck(folder, lambda: os.kill(workers()[victim], signal.SIGKILL)) as when, pytest.raises(WorkerDied) as told:
         launch_ray(spec)
-    assert time.monotonic() - when[0] < actor_calls.REPLIES_WITHIN_S
+    assert time.monotonic() - when[0] < remote_calls.REPLIES_WITHIN_S
     assert f"worker {victim} of 2" in str(told.value) and "resumes from step-" in str(told.value)
     assert notes(folder, "end") == ["the run failed"] and notes(folder, "error")
     assert all('"release of step 2"' in (folder / "spans" / f"training{part}.jsonl").read_text() for part in ("", "-1"))

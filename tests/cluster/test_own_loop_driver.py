@@ -13,7 +13,7 @@ import torch
 import distflow
 from distflow import Chat, Row
 from distflow.algorithms.objectives import PolicyObjective
-from distflow.cluster.actor_calls import WorkerDied
+from distflow.cluster.remote_calls import WorkerDied
 from distflow.data.batch import Batch
 from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore

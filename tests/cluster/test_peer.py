@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from distflow.cluster.actor_calls import Peer, PeerGone, reply
+from distflow.cluster.remote_calls import Peer, PeerGone, reply
 from distflow.errors import UserError
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from distflow.cluster import worker_failures
-from distflow.cluster.actor_calls import WorkerDied
 from distflow.cluster.ray_launcher import launch_ray
+from distflow.cluster.remote_calls import WorkerDied
 from distflow.runtime import fault_injection
 from distflow.runtime.fault_injection import Fault
 from distflow.scheduling import ledger

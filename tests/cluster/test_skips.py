@@ -19,7 +19,7 @@ SPOILS = """
 from distflow import node
 from distflow.graph import Node
 from distflow.pipelines import nodes
-from distflow.pipelines.grpo import policy_gradient
+from distflow.pipelines.policy_gradient import policy_gradient
 from distflow import Pipeline
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from distflow.cli import main
 from distflow.cluster import supervisor
+from distflow.cluster.local_processes_launcher import launch_processes
 from distflow.cluster.ray_launcher import launch_ray
-from distflow.cluster.several_process_launcher import launch_processes
 from distflow.errors import TrustError, UserError
 from distflow.observe.run_reader import read_events, read_metrics, read_samples
 from distflow.runtime.fault_injection import Fault

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from distflow.cluster.actor_calls import WorkerDied, WorkerHangs
 from distflow.cluster.ray_launcher import launch_ray
+from distflow.cluster.remote_calls import WorkerDied, WorkerHangs
 from distflow.observe.run_reader import read_events
 from distflow.runtime.checkpoint.files import CheckpointError
 from distflow.runtime.fault_injection import Fault

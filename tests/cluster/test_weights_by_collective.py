@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.cluster.weights_by_collective import InPair, Pair, Pairs
+from distflow.cluster.worker_connections import InPair, Pair, Pairs
 from distflow.runtime.weight_sync.bucket_files import hash_of, pack
 from distflow.scheduling.group_states import Version
 from tests.cluster.fleet import on_loopback

@@ -22,7 +22,7 @@ import torch
 
 from distflow.cli import main
 from distflow.commands.arguments_and_run_folders import listen
-from distflow.commands.dashboard import PAGES, make_server
+from distflow.commands.dashboard_and_watch import PAGES, make_server
 from distflow.commands.dashboard_pages import Dashboard, _invoice_columns
 from distflow.commands.samples_index import Texts
 from distflow.data.batch import Batch

@@ -8,8 +8,8 @@ import pytest
 from distflow.cli import main
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.scheduling.coordinator import Coordinator, mark_of
+from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.ledger import Ledger
-from distflow.scheduling.row_order_and_step_sizes import DataPlan
 
 HOSTILE = "\x1b]0;owned\x07\u202egnp\nnext"
 

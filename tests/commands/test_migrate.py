@@ -46,7 +46,7 @@ def test_a_key_that_a_run_would_be_rejected_for_is_left_out(tmp_path: Path, caps
     assert main(["migrate", str(tmp_path / "x.sh")]) == 0
     out, err = capsys.readouterr()
     found = yaml.safe_load(out)["actor_rollout_ref"]
-    assert "top_p" not in found["rollout"] and "actor_rollout_ref.rollout.top_p=0.9: SGLang does not report" in err
+    assert "top_p" not in found["rollout"] and "actor_rollout_ref.rollout.top_p=0.9: 'sglang' does not report" in err
     assert "clip_ratio_c" not in found["actor"] and "clip_ratio_c=10.0: it has no effect" in err
     assert found["actor"]["fsdp_config"] == {"offload_policy": True} and "would be rejected" not in err
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.api.arguments import PythonInputs
+from distflow.api.arguments_to_config import PythonInputs
 from distflow.api.train import read
 from distflow.cli import main, make_parser
 from distflow.commands.train import _load_runs
@@ -21,7 +21,7 @@ TINY = "actor_rollout_ref.model.path=builtin:tiny-arithmetic"
 SEVEN = "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct"
 PLANNED = """
 import json, sys
-from distflow.api.arguments import PythonInputs
+from distflow.api.arguments_to_config import PythonInputs
 from distflow.api.train import read
 from distflow.cli import main, make_parser
 from distflow.commands.train import _load_runs

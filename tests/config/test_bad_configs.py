@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import ConfigError, load_config
 from distflow.config.rules.check_config import check
 from tests.sparse_params import one_fast_in
@@ -800,7 +801,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         [f"{MODEL}.lora_rank=8", f"{MODEL}.lora_merge=false"],
         f"{MODEL}.lora_merge",
-        ("vLLM", "lora_merge=true"),
+        ("vllm", "lora_merge=true"),
     ),
     "modules of no adapter": ("grpo", [f"{MODEL}.target_modules=[q_proj]"], f"{MODEL}.target_modules", ("lora_rank",)),
     "an adapter on random weights": (
@@ -1343,6 +1344,17 @@ def test_no_rule_judges_a_value_that_could_not_be_read():
     with pytest.raises(ConfigError) as caught:
         load_config("grpo", [*GOOD, f"{ROLLOUT}.n=one", "data.train_batch_size=-5"])
     assert [problem.places[0][0] for problem in caught.value.problems] == [f"{ROLLOUT}.n", "data.train_batch_size"]
+
+
+def test_the_registration_of_an_engine_says_what_its_server_can(monkeypatch):
+    plain, server = ROLLOUT_ENGINES["vllm"], [*GOOD, f"{ROLLOUT}.name=vllm"]
+    load_config("grpo", [*server, f"{ROLLOUT}.top_p=0.9"])
+    monkeypatch.setitem(ROLLOUT_ENGINES, "vllm", replace(plain, sizes="d", reports_truncated=False, size_option="gpus"))
+    with pytest.raises(ConfigError) as caught:
+        load_config("grpo", [*server, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.tensor_model_parallel_size=2"])
+    devices, sampled = (str(problem) for problem in caught.value.problems)
+    assert f"{ROLLOUT}.engine_kwargs.vllm.gpus=2" in devices
+    assert f"{ROLLOUT}.top_p" in sampled and "'vllm' does not report log-probs" in sampled
 
 
 def test_what_needs_whole_weights_is_refused_where_they_are_spread():

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from distflow.config import Config
-from distflow.scheduling.row_order_and_step_sizes import minibatches
+from distflow.scheduling.data_plan import minibatches
 
 
 class Sample(NamedTuple):

@@ -415,9 +415,9 @@ def drops_two_of_three(original: Any) -> Any:
 
 
 def other_rows(patch: Patch) -> None:
-    from distflow.scheduling import row_order_and_step_sizes
+    from distflow.scheduling import data_plan
 
-    patch.setattr(row_order_and_step_sizes, "place", lambda number, num_rows, seed, shuffle: (number // num_rows, 0))
+    patch.setattr(data_plan, "place", lambda number, num_rows, seed, shuffle: (number // num_rows, 0))
 
 
 FAULTS = {
@@ -688,12 +688,10 @@ def test_a_quick_look_finds_it(playground: Playground, monkeypatch: Patch, name:
 
 @pytest.mark.slow
 def test_a_group_of_another_row_is_found_in_any_step(playground: Playground, monkeypatch: Patch) -> None:
-    from distflow.scheduling import row_order_and_step_sizes
+    from distflow.scheduling import data_plan
 
-    original = row_order_and_step_sizes.place
+    original = data_plan.place
     monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.BASE)
-    monkeypatch.setattr(
-        row_order_and_step_sizes, "place", lambda number, *more: original(number + (number == 13), *more)
-    )
+    monkeypatch.setattr(data_plan, "place", lambda number, *more: original(number + (number == 13), *more))
     with pytest.raises(TrustError, match=r"step 4 found \(responses\): group 13 was generated from row"):
         playground.run("grpo", "trainer.total_training_steps=4", name="another-row")

@@ -16,7 +16,7 @@ from distflow.errors import TrustError
 from distflow.launch import data_sets, make_spec, spec_settings
 from distflow.observe.run_reader import read_events
 from distflow.rewards.pool import domain_pools
-from distflow.scheduling.row_order_and_step_sizes import DataPlan
+from distflow.scheduling.data_plan import DataPlan
 from tests.e2e.runs import Playground
 from tests.e2e.test_conversations import SFT, talk
 from tests.sparse_params import first_of_each, one_fast_in

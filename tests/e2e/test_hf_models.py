@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distflow.errors import UserError
-from distflow.launch.export_checkpoint import write_hf_models
+from distflow.launch.run_folders.export_checkpoint import write_hf_models
 from tests.e2e.runs import Playground
 
 CHEAP = ("trust.check_rewards=false", "actor_rollout_ref.rollout.n=2", "trainer.save_freq=1", "trainer.keep_last=2")

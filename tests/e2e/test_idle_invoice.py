@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from distflow.cli import main
-from distflow.cluster.several_process_launcher import launch_processes
+from distflow.cluster.local_processes_launcher import launch_processes
 from distflow.launch.data_sets import LazyRows
 from distflow.observe.report.doctor import read_charges
 from distflow.observe.report.invoice import Charge

@@ -9,9 +9,9 @@ import torch
 from distflow.cli import main
 from distflow.config import load_config
 from distflow.errors import TrustError, UserError
-from distflow.launch.export_checkpoint import export_checkpoint
 from distflow.launch.make_spec import make_spec
 from distflow.launch.one_process_launcher import launch_local
+from distflow.launch.run_folders.export_checkpoint import export_checkpoint
 from distflow.models import image_inputs
 from distflow.models.image_inputs import images_of
 from distflow.models.loading import load_model, load_tokenizer

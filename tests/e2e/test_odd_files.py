@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from distflow import cli
 from distflow.runtime.checkpoint import files as checkpoint_files
 from tests.e2e.runs import Playground
-from tests.launch.test_replay_nonfinite_update import make_bundle
+from tests.launch.run_folders.test_replay_nonfinite_update import make_bundle
 from tests.sparse_params import BY_HAND, one_fast_in
 
 CHEAP = (

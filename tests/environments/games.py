@@ -28,6 +28,20 @@ class Hunt:
         )
 
 
+class OnlySeed(Hunt):
+    """As the games of gem-llm."""
+
+    def reset(self, seed=None):
+        return super().reset(seed=seed)
+
+
+class NoSeed(Hunt):
+    """As the games of textworld."""
+
+    def reset(self):
+        return super().reset(seed=3)
+
+
 class Discrete:
     n = 4
 

@@ -4,30 +4,34 @@ from pathlib import Path
 
 import pytest
 
-from distflow.environments.agent_process import Agent
+from distflow.environments.agent_process import Agent, client_variables
 from distflow.errors import UserError
 
-MODULE = """
+NAMES = [
+    *(f"OPENAI_{what}" for what in ("BASE_URL", "API_BASE", "API_BASE_URL", "API_KEY")),
+    *(f"ANTHROPIC_{what}" for what in ("BASE_URL", "API_BASE", "API_URL", "API_KEY", "AUTH_TOKEN")),
+]
+MODULE = f"""
 import os
-NAMES = [f"{api}_{what}" for api in ("OPENAI", "ANTHROPIC") for what in ("BASE_URL", "API_KEY", "AUTH_TOKEN")]
-SEEN = {name: os.environ.get(name) for name in NAMES}
+IMPORTED = dict(os.environ)
 
 def seen():
-    return SEEN
+    return [{{name: found.get(name) for name in {NAMES}}} for found in (IMPORTED, os.environ)]
 """
 
 
-def test_a_client_made_when_the_module_is_imported_has_no_key_or_address_of_the_users(
+def test_clients_find_the_episode_and_no_key_or_address_of_the_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Neither when the module is imported, nor in the episode. Frameworks have their own names for the address."""
     (tmp_path / "agent.py").write_text(MODULE)
-    for api in ("OPENAI", "ANTHROPIC"):
-        for what in ("BASE_URL", "API_KEY"):
-            monkeypatch.setenv(f"{api}_{what}", "of the user")
-    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "of the user")
-    seen = Agent(f"{tmp_path}/agent.py:seen", (), None).run({}, {})
-    assert isinstance(seen, dict) and "of the user" not in seen.values()
-    assert seen["OPENAI_BASE_URL"].startswith("http://127.0.0.1:") and seen["ANTHROPIC_API_KEY"]
+    for name in NAMES:
+        monkeypatch.setenv(name, "of the user")
+    episode = "http://127.0.0.1:1/episodes/a"
+    seen = Agent(f"{tmp_path}/agent.py:seen", (), None).run(client_variables(episode, "key"), {})
+    assert isinstance(seen, list)
+    for found, address, key in zip(seen, ("http://127.0.0.1:9", episode), ("of-the-episode", "key"), strict=True):
+        assert [found[name] for name in NAMES] == [*[f"{address}/v1"] * 3, key, *[address] * 3, key, None]
 
 
 def test_further_arguments_reach_the_function_by_name(tmp_path: Path) -> None:

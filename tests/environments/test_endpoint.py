@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from distflow.environments.endpoint import MAX_BODY_BYTES, Endpoint
-from distflow.environments.endpoint_call_types import Answer, Call
+from distflow.environments.endpoint_calls_and_conversations import Answer, Call
 from tests.environments.test_chat import ids
 
 ASKED = {"role": "user", "content": "What is 1 + 1?"}
@@ -77,6 +77,14 @@ def test_tools_of_openai(begin: Any, streams: bool) -> None:
     assert [segment.owner for segment in episode.chat.segments] == ["prompt", "policy", "tool", "policy"]
 
 
+def test_each_call_of_a_streamed_reply_has_its_own_chunk(begin: Any) -> None:
+    """LlamaIndex reads only the first call of a chunk."""
+    episode = begin(f"{CALLS}\n{CALLS}")
+    chunks = episode.openai.chat.completions.create(model="x", messages=[ASKED], tools=[TOOL], stream=True)
+    calls = [chunk.choices[0].delta.tool_calls for chunk in chunks if chunk.choices[0].delta.tool_calls]
+    assert [[(call.index, call.function.name) for call in each] for each in calls] == [[(0, "add")], [(1, "add")]]
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_tools_of_responses(begin: Any, streams: bool) -> None:
     episode = begin(CALLS, "2")
@@ -95,6 +103,37 @@ def test_tools_of_responses(begin: Any, streams: bool) -> None:
     last = ask(items)
     assert last.output_text == "2" and last.status == "completed"
     episode.check_exact()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_responses_continue_earlier_ones_by_their_id(begin: Any, streams: bool) -> None:
+    """Each request sends only its own items. A second one that continues the same response is a branch."""
+    episode, other = begin(f"Let me see. {CALLS}", "2", "four", "five"), begin("no")
+
+    def ask(items: Any, previous: Any = None, at: Any = episode) -> Any:
+        options = {"model": "x", "tools": [{"type": "function", **FUNCTION}], "instructions": "Be brief."}
+        options |= {"previous_response_id": previous.id} if previous is not None else {}
+        if not streams:
+            return at.openai.responses.create(input=items, **options)
+        with at.openai.responses.stream(input=items, **options) as stream:
+            return stream.get_final_response()
+
+    first = ask("What is 1 + 1?")
+    call = first.output[-1]
+    second = ask([{"type": "function_call_output", "call_id": call.call_id, "output": "2"}], first)
+    third = ask("And 2 + 2?", second)
+    assert (second.output_text, third.output_text) == ("2", "four")
+    episode.check_exact()
+    assert [each.owner for each in episode.chat.segments] == [
+        "prompt",
+        *["policy", "tool", "policy", "environment"],
+        "policy",
+    ]
+    assert ask("And 2 + 3?", second).output_text == "five"
+    assert [chat.why for chat in episode.chat.conversations if chat.name] == ["history"]
+    with pytest.raises(import_module("openai").BadRequestError, match="the episode has no response of that id"):
+        ask("And 2 + 2?", second, at=other)
+    assert not other.engine.asked
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -289,7 +328,13 @@ def test_a_reply_is_cut_by_its_length_and_a_call_that_cannot_be_read_is_text(beg
         ("responses", {"input": "hi", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
         ("messages", {}, 400, "'max_tokens' is missing"),
         ("messages", {"max_tokens": 5, "tools": [{"type": "bash", "name": "bash"}]}, 400, "input_schema"),
-        ("embeddings", {}, 404, "Not Found"),
+        (
+            "embeddings",
+            {},
+            404,
+            "there is no route POST /v1/embeddings: there are /v1/chat/completions, /v1/completions",
+        ),
+        ("messages/count_tokens", {}, 404, "there is no route POST /v1/messages/count_tokens"),
     ],
 )
 def test_bad_requests_are_refused_and_leave_the_conversation_as_it_was(
@@ -300,7 +345,7 @@ def test_bad_requests_are_refused_and_leave_the_conversation_as_it_was(
     body = json.dumps({"model": "x", "messages": [ASKED], **changes})
     found = httpx.post(f"{url}/{path}", content=body, headers=headers)
     assert found.status_code == status and said in found.text
-    assert [error.status for error in episode.session.refused] == [400] * (status == 400)
+    assert [error.status for error in episode.session.refused] == [status]
     assert not episode.engine.asked
     assert episode.openai.chat.completions.create(model="x", messages=[ASKED]).choices[0].message.content == "two"
 

@@ -1,8 +1,11 @@
 """A registered environment of the package gymnasium, unchanged, by its id."""
 
+from pathlib import Path
+
 import pytest
 
 from distflow.environments.environment_workflow import EnvironmentWorkflow
+from distflow.errors import UserError
 from tests.environments.test_environment_workflow import given, play
 
 pytestmark = pytest.mark.slow
@@ -23,3 +26,16 @@ def test_the_frozen_lake_is_crossed_or_not(moves: tuple[str, ...], score: float,
         assert "That is no action. Write a number from 0 to 3." in given(chat)[1]
     else:
         assert ("4" if moves[0] == "1" else "1") in given(chat)[1], "the number of the field"
+
+
+def test_a_module_that_registers_environments_at_its_import_is_named_before_the_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake = "gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv"
+    text = f"import gymnasium\ngymnasium.register('Lake-v0', {lake!r}, kwargs={{'is_slippery': False}})\n"
+    (tmp_path / "own_lakes.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    found, chat = play(EnvironmentWorkflow(env="own_lakes:Lake-v0"), SHORTEST, seed=0)
+    assert (found, chat.turns) == (1.0, 6)
+    with pytest.raises(UserError, match="if a package registers it at its import, write package:ID"):
+        EnvironmentWorkflow(env="Lake-v0")

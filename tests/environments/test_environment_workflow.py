@@ -54,6 +54,11 @@ def test_a_game_is_played_to_its_end() -> None:
     assert "lower" in given(chat)[1] and "higher" in given(chat)[2]
 
 
+def test_reset_is_called_with_the_arguments_that_it_takes() -> None:
+    for name, secret in (("OnlySeed", "7"), ("NoSeed", "3")):
+        assert play(EnvironmentWorkflow(env=f"{FILE}{name}"), [secret], seed=7)[0] == 1.0
+
+
 def test_plain_text_continues_the_prompt() -> None:
     _, chat = play(
         EnvironmentWorkflow(env=f"{FILE}Hunt", env_kwargs={"tries": 2}), ["1", "2"], chat_prompt=False, seed=7

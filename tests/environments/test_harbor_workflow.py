@@ -11,7 +11,7 @@ import pytest
 
 from distflow.data.task_folders import HARBOR
 from distflow.environments.chat import Chat, Limits, Prompt
-from distflow.environments.tool_workflow import HarborWorkflow
+from distflow.environments.harbor_workflow import HarborWorkflow
 from distflow.environments.turn_encoding import TurnTokens
 from distflow.environments.workflows import Row
 from distflow.errors import UserError

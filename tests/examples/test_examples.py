@@ -15,8 +15,15 @@ from tests.user_code import forgotten
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-MAX_LINES = {"own_loop.py": 40, "areal_gsm8k_grpo.py": 60, "tool_use.py": 40, "images.py": 60, "acting.py": 65}
-MAX_LINES["acting_continuous.py"] = 75
+MAX_LINES = {
+    "own_loop.py": 40,
+    "areal_gsm8k_grpo.py": 60,
+    "tool_use.py": 40,
+    "images.py": 60,
+    "acting.py": 65,
+    "acting_continuous.py": 75,
+    "fetch_reach.py": 75,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -166,14 +173,17 @@ def test_own_loop(tmp_path: Path) -> None:
     assert run.status == "finished"
 
 
-def rewards_after_sft(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def rewards_after_sft(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, sft: str = "", *overrides: str
+) -> list[float]:
     """Of the example's run, which begins with the model that its script makes, after supervised fine-tuning."""
     with monkeypatch.context() as elsewhere:
         elsewhere.chdir(folder)
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     folder = folder / "runs" / name
     start = f"actor_rollout_ref.model.path={folder}/start"
-    assert main(["sft", f"examples/{name}_sft.yaml", start, f"trainer.default_local_dir={folder}/sft"]) == 0
+    to = f"trainer.default_local_dir={folder}/sft"
+    assert main(["sft", f"examples/{sft or name}_sft.yaml", start, to, *overrides]) == 0
     learned = f"actor_rollout_ref.model.path={folder}/sft"
     found = rewards(folder / "grpo", "train", f"examples/{name}.yaml", learned)
     assert not notes(folder / "grpo", "warning")
@@ -210,3 +220,12 @@ def test_the_policy_learns_to_reach_targets(tmp_path: Path, monkeypatch: pytest.
     assert main(["eval", str(folder / "grpo"), swap, "--trust-code", f"--to={folder}/swapped"]) == 0
     (swapped,) = read_metrics(folder / "swapped")
     assert swapped.values["val_correct/all/mean"] < 0.3, "it goes where the instruction says"
+
+
+@pytest.mark.slow
+@pytest.mark.by_hand
+def test_the_policy_learns_to_reach_with_a_robots_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gymnasium_robotics")
+    own = ("data.train_files=examples/fetch_reach.py:demonstrations", "data.max_response_length=9")
+    found = rewards_after_sft("fetch_reach", tmp_path, monkeypatch, "acting", *own, "trainer.total_epochs=1")
+    assert found[0] < 0.7 and sum(found[-10:]) / 10 > 0.88, found

@@ -12,14 +12,14 @@ import torch
 
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.audit import metrics as audit_metrics
-from distflow.config.keys.trainer_async_dag import StopCondition
+from distflow.config.keys.trainer_async_and_trust import StopCondition
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.models import lora
 from distflow.pipelines.nodes import rollout_reward_filter, updates
 from distflow.runtime import rollout_loop, step_metrics, worker
+from distflow.scheduling.data_plan import Timetable
 from distflow.scheduling.group_states import PromptGroup
-from distflow.scheduling.row_order_and_step_sizes import Timetable
 from distflow.training import torch_engine
 from tests.e2e.planting import plant_behind, plant_from
 from tests.e2e.runs import Playground

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from distflow.launch.export_checkpoint import export_model
+from distflow.launch.run_folders.export_checkpoint import export_model
 from distflow.models.loading import load_model, load_tokenizer, stop_token_ids
 from tests.tiny_models import tiny_tokenizer, write_tiny_model
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForTokenClassification
 
 from distflow.errors import UserError
-from distflow.launch.export_checkpoint import export_model
+from distflow.launch.run_folders.export_checkpoint import export_model
 from distflow.models.loading import load_model
 from distflow.models.packed_forward import output_head, packed_hidden_states
 from tests.tiny_models import write_tiny_model

@@ -15,7 +15,7 @@ from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
 from distflow.pipelines.nodes.workflow_rollout import run_episodes
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation
 from distflow.runtime.compiled_node import NodeContext, compile_steps
-from distflow.runtime.rollout_group import Group
+from distflow.runtime.group_record import Group
 from distflow.runtime.run_errors_and_limits import NodeError
 from distflow.runtime.user_calls import PlainCalls
 from tests.runtime.groups import bound, prompt_group, waiting_group

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distflow.config import load_config
-from distflow.config.keys.trainer_async_dag import NODE_KEYS, WITHOUT_FUNC
+from distflow.config.keys.dag import NODE_KEYS, WITHOUT_FUNC
 from distflow.errors import UserError
 from distflow.graph import PipelineError
 from distflow.graph.graph_node import NODE_SETTINGS

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.config import Config, Loaded
-from distflow.config.compose.fit_defaults import apply_changes
+from distflow.config.compose.fit_defaults_to_data import apply_changes
 from distflow.config.keys.schema import schema_keys
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole, NodeType, Pipeline, node

@@ -21,7 +21,7 @@ from distflow.planning.search_allocations import (
     simulated_steps,
 )
 from distflow.planning.simulate import SimulatedRun, setup_of, simulate
-from distflow.scheduling.row_order_and_step_sizes import DataPlan
+from distflow.scheduling.data_plan import DataPlan
 
 SHAPE = ModelShape(1024, 4096, 12, 16, 8, 64, 32000, tied=False)
 GPU = Device("gpu", 100e12, 1e12, 17e9, 100e9, 10e9)

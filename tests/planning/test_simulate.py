@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from distflow.errors import UserError
 from distflow.planning.predicted_run import Lengths, length_values
 from distflow.planning.simulate import Costs, Setup, simulate
+from distflow.scheduling.data_plan import DataPlan, Frequency
 from distflow.scheduling.ledger import Ledger, timeline
-from distflow.scheduling.row_order_and_step_sizes import DataPlan, Frequency
 
 FIXED = Lengths(0.0, 10.0, 10, (10.0,))
 

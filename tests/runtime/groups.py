@@ -10,10 +10,10 @@ from distflow.data.sample import Sample, Segment
 from distflow.graph import BoundNode, Pipeline
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.compiled_node import NodeContext, Step, compile_steps
-from distflow.runtime.rollout_group import Group
+from distflow.runtime.group_record import Group
 from distflow.scheduling.coordinator import Coordinator
+from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.group_states import PromptGroup
-from distflow.scheduling.row_order_and_step_sizes import DataPlan
 from distflow.training.engine import OneRank
 
 FIELDS = (*PROMPT_FIELDS, "responses", "response_ids", "response_mask", "valid", "token_level_rewards")

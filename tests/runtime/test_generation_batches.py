@@ -15,7 +15,7 @@ from distflow.graph import BoundNode, Drop, node
 from distflow.observe.writing.timing import Waits
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation
 from distflow.runtime.compiled_node import compile_steps
-from distflow.runtime.rollout_group import Group
+from distflow.runtime.group_record import Group
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop, SubmissionGate
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.scheduling.coordinator import Coordinator

@@ -20,8 +20,8 @@ from distflow.rewards.reward_results import Error, RewardResult, Score
 from distflow.rewards.router import RewardOutcome
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Stream, WeightReceipt
 from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
+from distflow.runtime.group_record import Group
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_group import Group
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop, SubmissionGate
 from distflow.runtime.run_errors_and_limits import GroupFailures, UserNoProgress
 from distflow.runtime.sample_queue.local import LocalSampleQueue

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from distflow.data import random_states
+from distflow.data import global_random_states
 from distflow.runtime.user_calls import DeadlinePassed, PlainCalls, deadline_paused, run_async
 from tests.patience import at_some_deadline
 
@@ -117,9 +117,9 @@ def test_each_call_draws_its_own_whatever_runs_beside_it_and_leaves_no_trace() -
             work.append(calls.run(plainly, 10, "plain", i))
         return list(await asyncio.gather(*work)) if at_once else [await one for one in work]
 
-    random_states.seed("before")
+    global_random_states.seed("before")
     expected = draw(), draw()
-    random_states.seed("before")
+    global_random_states.seed("before")
     first = draw()
     beside, alone = asyncio.run(run(True)), asyncio.run(run(False))
     assert (first, draw()) == expected, "what is drawn outside does not know of them"
@@ -150,9 +150,9 @@ def test_a_hang_in_a_thread_gives_the_generators_back() -> None:
         with pytest.raises(DeadlinePassed):
             await PlainCalls().run(release.wait, 0.05, "hangs")
 
-    random_states.seed("before")
+    global_random_states.seed("before")
     expected = draw()
-    random_states.seed("before")
+    global_random_states.seed("before")
     asyncio.run(run())
     release.set()
     assert draw() == expected

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distflow.checks.step_invariants import LiveChecks
+from distflow.audit.every_step.step_invariants import LiveChecks
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.launch.build_worker import build_worker

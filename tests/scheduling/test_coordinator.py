@@ -6,9 +6,9 @@ import pytest
 
 from distflow.errors import UserError
 from distflow.scheduling.coordinator import Coordinator, mark_of
+from distflow.scheduling.data_plan import DataPlan, place, total_steps
 from distflow.scheduling.group_states import CountsError, GroupCounts, Version
 from distflow.scheduling.ledger import Ledger, timeline
-from distflow.scheduling.row_order_and_step_sizes import DataPlan, place, total_steps
 from distflow.scheduling.sample_queue import Exhausted
 from tests.ledger_audit import verify
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from distflow.scheduling.coordinator import Coordinator, mark_of
+from distflow.scheduling.data_plan import DataPlan, total_steps
 from distflow.scheduling.ledger import Ledger, LedgerCounts, timeline
-from distflow.scheduling.row_order_and_step_sizes import DataPlan, total_steps
 from distflow.scheduling.sample_queue import Exhausted
 from tests.ledger_audit import verify
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.commands.step_lineage import step_lineage
 from distflow.errors import UserError
+from distflow.launch.run_folders.step_lineage import step_lineage
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy, CurriculumPlan
+from distflow.scheduling.data_plan import DataPlan, DomainPlan, epoch_order
 from distflow.scheduling.group_states import CountsError, PromptGroup
 from distflow.scheduling.ledger import Ledger, timeline
-from distflow.scheduling.row_order_and_step_sizes import DataPlan, DomainPlan, epoch_order
 from distflow.scheduling.sample_queue import Exhausted
 from tests.ledger_audit import most_behind, verify
 

@@ -8,9 +8,9 @@ import pytest
 
 from distflow.scheduling.admission import rollout_capacity
 from distflow.scheduling.coordinator import Coordinator
+from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.group_states import CountsError, PromptGroup
 from distflow.scheduling.ledger import Ledger
-from distflow.scheduling.row_order_and_step_sizes import DataPlan
 from tests.ledger_audit import verify
 
 NUM_RUNS = 1500

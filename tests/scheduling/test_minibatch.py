@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.scheduling.row_order_and_step_sizes import minibatches
+from distflow.scheduling.data_plan import minibatches
 
 
 @settings(derandomize=True, deadline=None)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distflow.scheduling.row_order_and_step_sizes import (
+from distflow.scheduling.data_plan import (
     EPOCHS,
     MINI_BATCHES,
     epoch_order,

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.scheduling.coordinator import LOST, Coordinator, mark_of
+from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.ledger import Ledger
-from distflow.scheduling.row_order_and_step_sizes import DataPlan
 from tests.ledger_audit import verify
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from distflow.scheduling.admission import MemoryLimit
 from distflow.scheduling.coordinator import Coordinator
-from distflow.scheduling.row_order_and_step_sizes import DataPlan
+from distflow.scheduling.data_plan import DataPlan
 
 
 def test_groups_that_run_count_as_large_as_those_before_them() -> None:

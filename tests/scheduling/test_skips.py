@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.curriculum_and_difficulty_filter import TOO_EASY, TOO_HARD, Accuracy, SkipPlan, Skips
+from distflow.scheduling.data_plan import DataPlan, place
 from distflow.scheduling.ledger import timeline
-from distflow.scheduling.row_order_and_step_sizes import DataPlan, place
 from tests.ledger_audit import verify
 from tests.scheduling.test_domains import Journal, plan_of
 

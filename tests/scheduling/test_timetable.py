@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from distflow.scheduling.coordinator import Coordinator
-from distflow.scheduling.row_order_and_step_sizes import DataPlan, Frequency, Timetable
+from distflow.scheduling.data_plan import DataPlan, Frequency, Timetable
 
 PLAN = DataPlan(num_rows=4, consumer_batch=1, group_size=1, total_groups=12, total_steps=12, shuffle=False)
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distflow.algorithms.advantages.grpo_family import compute_grpo_advantage
-from distflow.algorithms.advantages.reinforce import compute_rloo_advantage
+from distflow.algorithms.advantages.critic_free import compute_grpo_advantage, compute_rloo_advantage
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.config import Config
 from distflow.data.batch import Batch

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from distflow.errors import UserError
-from distflow.launch.export_checkpoint import export_model
+from distflow.launch.run_folders.export_checkpoint import export_model
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.training.engine import TrainState

@@ -157,7 +157,7 @@ class Run:
     def sql(self, query: str) -> Table:
         """The rows of one SELECT over the views of `distflow sql`, e.g. "select * from spans". Raises UserError as that
         does, and without DuckDB (`pip install 'distflow[ui]'`)."""
-        from distflow.launch.query_runs import query_runs
+        from distflow.launch.run_folders.query_runs import query_runs
 
         answer = query_runs([self.folder], query, max_rows=sys.maxsize - 1, max_s=_MAX_QUERY_S)
         return Table(answer.records())
@@ -216,7 +216,7 @@ class Run:
     def export(self, to: str | Path, checkpoint: Path | None = None) -> Path:
         """Write the policy of a checkpoint, by default the last, as a folder that `transformers` loads and
         `actor_rollout_ref.model.path` accepts. Raises UserError if there is no checkpoint, or `to` is not empty."""
-        from distflow.launch.export_checkpoint import export_checkpoint
+        from distflow.launch.run_folders.export_checkpoint import export_checkpoint
 
         return export_checkpoint(checkpoint or self.folder, Path(to))
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from distflow.api.arguments import Overrides, PythonInputs, Reward, Rows
+from distflow.api.arguments_to_config import Overrides, PythonInputs, Reward, Rows
 from distflow.api.load_run import Run
 from distflow.api.train import PresetOrConfig, claimed_for_a_run, make_spec_of, preset_and_lines, read, say
 from distflow.config import Config, Loaded, load_config, pipeline_name

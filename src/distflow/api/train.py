@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from distflow import __version__
-from distflow.api.arguments import Overrides, PythonInputs, Reward, Rows, key_of, to_lines
+from distflow.api.arguments_to_config import Overrides, PythonInputs, Reward, Rows, key_of, to_lines
 from distflow.api.load_run import Run
 from distflow.config import Config, ConfigError, Loaded, UserError, describe, load_config
 from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
 from distflow.config.compose.yaml_settings import base_preset
 from distflow.config.derived_settings import check_keys, launch_target, resume_override
-from distflow.data import random_states
+from distflow.data import global_random_states
 from distflow.errors import blaming, called_from_python, hint, nearest
 from distflow.import_target import load
 from distflow.observe.sanitized_output import escape_control
@@ -106,7 +106,7 @@ def claimed_for_a_run(run_dir: Path) -> Iterator[None]:
 
     threads = torch.get_num_threads()
     try:
-        with claimed(run_dir), random_states.lent():
+        with claimed(run_dir), global_random_states.lent():
             yield
     finally:
         torch.set_num_threads(threads)
@@ -189,7 +189,7 @@ def train_several(runs: Mapping[str, Mapping[str, Any]], overrides: Overrides = 
     would run elsewhere. overrides: for all runs. Raises UserError or PipelineError for a mistake, before any run
     starts, and RuntimeError if one fails; the others continue to their end.
     """
-    from distflow.launch.plan_concurrent_runs import SeveralOptions, check_side_by_side, run_several
+    from distflow.launch.concurrent_runs import SeveralOptions, check_side_by_side, run_several
 
     known = ("preset_or_config", "overrides", *(field.name for field in fields(PythonInputs)))
     read_runs = dict[str, tuple[PythonInputs, Loaded, list[str]]]()

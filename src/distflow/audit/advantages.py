@@ -75,7 +75,6 @@ def audit_advantages(recorded: RecordedStep) -> str | None:
 
 
 def _check_samples(recorded: RecordedStep, domain: str, settings: AlgorithmConfig, samples: list[Sample]) -> str | None:
-    """Check samples with the same settings."""
     name, estimator = settings.adv_estimator, find_adv_est(settings.adv_estimator)
     if not recorded.is_whole and (needing := over_step(settings)):
         return f"{needing[0]} needs all samples of the step, which are too many to send to all ranks"

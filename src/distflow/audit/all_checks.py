@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-from distflow.audit import optimizer_steps, rescored_samples, token_level_rewards
+from distflow.audit import rescored_samples, token_level_rewards, updates
 from distflow.audit.advantages import audit_advantages, audit_moments, over_step
 from distflow.audit.custom_estimator_and_loss import audit_custom_functions
-from distflow.audit.data_plan_and_rows import audit_curriculum, audit_data
-from distflow.audit.difficulty_filter import audit_skipped_rows
+from distflow.audit.data_plan_and_rows import audit_curriculum, audit_data, audit_skipped_rows
 from distflow.audit.episodes import audit_episodes
 from distflow.audit.log_probs import audit_log_probs, audit_reference
 from distflow.audit.loss import audit_correction, audit_loss, audit_value_clips
@@ -61,7 +60,7 @@ LOOK_BEFORE: tuple[Check, ...] = (
 )
 """Run before the first update of steps that are not audited, on one sample from a few groups."""
 
-BEFORE: tuple[Check, ...] = (audit_resume, *LOOK_BEFORE, optimizer_steps.audit_backward)
+BEFORE: tuple[Check, ...] = (audit_resume, *LOOK_BEFORE, updates.audit_backward)
 """Run before the step's first update, since they run the models with the weights that scored the step."""
 
 AFTER: tuple[Check, ...] = (
@@ -77,10 +76,10 @@ AFTER: tuple[Check, ...] = (
     audit_correction,
     audit_advantages,
     audit_custom_functions,
-    optimizer_steps.audit_mini_batches,
+    updates.audit_mini_batches,
     audit_loss,
-    optimizer_steps.audit_gradients,
-    optimizer_steps.audit_optimizer,
+    updates.audit_gradients,
+    updates.audit_optimizer,
     audit_metrics,
     audit_sample_rows,
 )
@@ -88,8 +87,8 @@ AFTER: tuple[Check, ...] = (
 
 OF_EVERY_STEP: tuple[Check, ...] = (
     replace(audit_advantages, run=rescored_samples.audit_ranks),
-    replace(optimizer_steps.audit_gradients, run=optimizer_steps.audit_leftover),
-    replace(optimizer_steps.audit_optimizer, run=optimizer_steps.audit_reach),
+    replace(updates.audit_gradients, run=updates.audit_leftover),
+    replace(updates.audit_optimizer, run=updates.audit_reach),
 )
 """Run at the end of every step that is not audited: what the scores of one group made of its advantages, whether an
 update began with gradients of another, and how far weights moved."""
@@ -97,9 +96,9 @@ update began with gradients of another, and how far weights moved."""
 OF_MOST_STEPS: tuple[Check, ...] = (
     replace(audit_responses, run=audit_rows),
     replace(audit_groups, run=audit_kept),
-    replace(optimizer_steps.audit_mini_batches, run=optimizer_steps.audit_each_sample_once),
-    replace(optimizer_steps.audit_optimizer, run=optimizer_steps.audit_learning_rates),
-    optimizer_steps.audit_gradients,
+    replace(updates.audit_mini_batches, run=updates.audit_each_sample_once),
+    replace(updates.audit_optimizer, run=updates.audit_learning_rates),
+    updates.audit_gradients,
     replace(audit_loss, run=audit_value_clips),
     replace(token_level_rewards.audit_rewards, run=token_level_rewards.audit_totals),
     replace(audit_advantages, run=audit_moments),

@@ -24,7 +24,7 @@ from distflow.audit.record_calls_and_updates import (
 from distflow.audit.recorded_step import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
 from distflow.audit.resume import Memory, audit_resume
 from distflow.audit.validation import Facts, Validated, check_end, sample_facts
-from distflow.data import random_states
+from distflow.data import global_random_states
 from distflow.data.batch import Batch
 from distflow.errors import TrustError, count_of
 from distflow.graph import BoundPipeline
@@ -230,7 +230,7 @@ class Auditor:
         audits = self._due or self._recorded is not None
         depth = Depth.AUDIT if audits else self._looks
         may_draw = depth > Depth.BASE  # user functions, which may be called again
-        lent = random_states.lent() if may_draw else nullcontext()
+        lent = global_random_states.lent() if may_draw else nullcontext()
         with self._schedule.timed(taken.step, depth), lent, _on_one_thread():
             if audits and self._recorded is None:
                 self._begin()

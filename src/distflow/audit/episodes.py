@@ -298,7 +298,6 @@ def _check_limits(recorded: RecordedStep, sample: Sample, turns: Sequence[Said])
 
 
 def workflow_of(rollout: RolloutConfig, domain: str) -> tuple[str, Mapping[str, Any]]:
-    """The workflow of a domain, with its options."""
     name, options = rollout.workflow or "", rollout.workflow_kwargs
     if name != "by_domain":
         return name, options

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from distflow.audit.node_metrics import NOT_RECOMPUTED, between, merged, parts_of
+from distflow.audit.node_and_queue_metrics import NOT_RECOMPUTED, between, merged, parts_of
 from distflow.audit.recorded_step import RecordedStep, Sample, Wrong, check, conversations_of, doubles
 from distflow.config.keys.reward import scoring_models
 from distflow.data.batch import Batch

@@ -75,8 +75,10 @@ class GroupRecords:
         record, task = GroupRecord(prompt_group), group_task.get()
         if task is not None:  # a validation has none
             self._tasks.add(task)
-            running = sum(not each.done() and not each.cancelling() for each in self._tasks)
-            self.most_at_once = max(self.most_at_once, running)
+            task.add_done_callback(self._tasks.discard)
+            if len(self._tasks) > self.most_at_once:  # else there cannot be more that run
+                running = sum(not each.done() and not each.cancelling() for each in self._tasks)
+                self.most_at_once = max(self.most_at_once, running)
         _current.set(record)
         on_event.set(record.add_event)
 

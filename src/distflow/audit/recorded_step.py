@@ -39,8 +39,8 @@ from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_services import RolloutServices
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_ports_and_inputs import WorkerInputs
+from distflow.scheduling.data_plan import UNKNOWN_ROWS, WINDOW
 from distflow.scheduling.group_states import PromptGroup
-from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS, WINDOW
 from distflow.training.engine import Collective
 
 MOST_GATHERED = 2**20
@@ -124,7 +124,6 @@ class AuditedRun:
         return lru_cache(maxsize=1024)(lambda ids: str(decode(list(ids), skip_special_tokens=True)))
 
     def call_reward(self, name: str, arguments: Mapping[str, object]) -> RewardResult:
-        """Call a reward function for one sample."""
         assert self.resources.reward_fn is not None, "called only if there is one"
         return self.services.call(self.resources.reward_fn.pools.call(name, arguments))
 
@@ -439,7 +438,6 @@ def samples_of(batch: Batch) -> list[Sample]:
 
 
 def by_group_of(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
-    """The samples of each group."""
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(int(sample["group_index"]), []).append(sample)

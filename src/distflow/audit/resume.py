@@ -18,7 +18,7 @@ from distflow.audit.model_forward import model_of
 from distflow.audit.record_calls_and_updates import OpenEngine
 from distflow.audit.recorded_step import NOT_APPLICABLE, AuditedRun, RecordedStep, Wrong, check, samples_of
 from distflow.config import changed_keys, config_from_dict
-from distflow.data import random_states
+from distflow.data import global_random_states
 from distflow.data.batch import Batch
 from distflow.errors import resume_advice
 from distflow.models.lora import plain_name, unwrapped
@@ -64,7 +64,7 @@ class Memory:
 
     def others(self, nodes: Mapping[str, Any], point: ResumePoint[Batch] | None) -> Hashes:
         """Hashes of everything else."""
-        streams = dict(random_states.states())
+        streams = dict(global_random_states.states())
         streams |= {f"device:{i}": state for i, state in enumerate(streams.pop("device", ()))}
         found: dict[str, Mapping[str, Any]] = {NODES: {name: nodes[name] for name in nodes if name != AUDIT_STATE}}
         if point is not None:

@@ -24,8 +24,7 @@ from distflow.runtime.sample_queue.protocol import (
 )
 from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
 from distflow.runtime.spec import Spec
-from distflow.runtime.worker_place_and_dp_groups import queue_dp_group
-from distflow.scheduling.bin_packing import DpGroupShares
+from distflow.runtime.worker_place_and_dp_groups import DpGroupShares, queue_dp_group
 from distflow.scheduling.group_states import GroupCounts, Version
 
 _PAGE = 64

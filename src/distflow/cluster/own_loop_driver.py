@@ -10,8 +10,8 @@ from typing import Any, cast
 import ray
 import torch
 
-from distflow.cluster.actor_calls import COORDINATOR, WorkerDied
 from distflow.cluster.own_loop_worker import Stored, StoredColumn, stored
+from distflow.cluster.remote_calls import COORDINATOR, WorkerDied
 from distflow.cluster.remote_sample_queue import GroupRef, RemoteSampleQueue, Taken
 from distflow.cluster.supervisor import RayRun
 from distflow.data.batch import Batch
@@ -20,11 +20,10 @@ from distflow.observe.writing.timing import Waits
 from distflow.planning.plan import dp_groups_of
 from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime.early_stop_and_signals import Stop
-from distflow.runtime.rollout_group import rows_by_group
+from distflow.runtime.group_record import rows_by_group
 from distflow.runtime.sample_queue.protocol import NewWorkers, OfGroup, TrainingStep
 from distflow.runtime.spec import Get, Spec
-from distflow.runtime.worker_place_and_dp_groups import queue_dp_group, with_samples
-from distflow.scheduling.bin_packing import DpGroupShares, divide_among_ranks
+from distflow.runtime.worker_place_and_dp_groups import DpGroupShares, divide_among_ranks, queue_dp_group, with_samples
 from distflow.scheduling.sample_queue import Exhausted
 from distflow.training.engine import LossFn
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
-from distflow.cluster.actor_calls import reply, shorten
+from distflow.cluster.remote_calls import reply, shorten
 from distflow.cluster.remote_sample_queue import GroupRef, read_groups
 from distflow.data.batch import Batch, Column, RemoteColumn
 from distflow.data.batch_bytes import Buffers, gather, to_buffers

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from distflow.errors import UserError
-from distflow.launch.plan_concurrent_runs import Ended, PlannedRun, SeveralOptions
+from distflow.launch.concurrent_runs import Ended, PlannedRun, SeveralOptions
 from distflow.launch.run_start_and_end import Start, done_before, starting
 from distflow.observe.report.build import write_report
 from distflow.planning.plan import Plan
@@ -105,7 +105,7 @@ def launch_several_ray(runs: Sequence[PlannedRun], options: SeveralOptions) -> E
     with tempfile.TemporaryDirectory(prefix="distflow-") as folder, _private_ray(Path(folder)):
         from ray import get_runtime_context
 
-        from distflow.cluster.concurrent_runs import RunProcesses
+        from distflow.cluster.concurrent_run_processes import RunProcesses
         from distflow.cluster.ray_cluster import SHARED_BUNDLES, connect_ray, failed_process, reserve
 
         plan = Plan(", ".join(run.name for run in runs), tuple(rank for run in runs for rank in run.plan.ranks), ())

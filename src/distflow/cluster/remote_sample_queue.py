@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from distflow.cluster.actor_calls import Peer, future_of, reply, shortened
+from distflow.cluster.remote_calls import Peer, future_of, reply, shortened
 from distflow.data.batch import Batch
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.observe.writing.timing import RANKS, Waits

@@ -12,7 +12,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from distflow.cluster.actor_calls import COORDINATOR, future_of, reply_of, shortened
+from distflow.cluster.remote_calls import COORDINATOR, future_of, reply_of, shortened
 from distflow.observe.writing.terminal_view import TerminalView
 from distflow.runtime.run_reporter import make_view
 from distflow.runtime.spec import Spec

@@ -13,7 +13,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import ObjectLostError, RayActorError
 
-from distflow.cluster.actor_calls import reply
+from distflow.cluster.remote_calls import reply
 from distflow.data.batch import Batch
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.observe.writing.timing import Waits

@@ -9,8 +9,8 @@ from typing import Any, cast
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from distflow.cluster.actor_calls import FIRST_REWARD_ACTOR, name_of, reply, shortened
 from distflow.cluster.ray_cluster import PLACED_WITHIN_S
+from distflow.cluster.remote_calls import FIRST_REWARD_ACTOR, name_of, reply, shortened
 from distflow.errors import UserError
 from distflow.rewards.pool.pool import Calls, OnRepeat, Pool, PoolSettings, RewardPool
 from distflow.rewards.reward_results import Error, RewardResult

@@ -11,11 +11,11 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from distflow import __version__
-from distflow.cluster import actor_calls
-from distflow.cluster.actor_calls import WorkerDied
+from distflow.cluster import remote_calls
 from distflow.cluster.coordinator_actor import CoordinatorActor, Progress
 from distflow.cluster.process_groups import new_meeting, remove_meetings
 from distflow.cluster.ray_cluster import Bundle, bound_of, failed_process
+from distflow.cluster.remote_calls import WorkerDied
 from distflow.cluster.reports_to_driver import DriverOutput, shown
 from distflow.cluster.reshard_through_object_store import ReshardActor
 from distflow.cluster.reward_actors import DeathWatch, start_reward_actors
@@ -57,22 +57,22 @@ class RayRun(AbstractContextManager["RayRun"]):
         self._workers: list[Any] = [self._start_worker(place) for place in places]
         self.training_ranks = places[0].trainers
         self._leader = self.training_ranks[0]
-        self._services = {actor_calls.COORDINATOR: self.coordinator}
+        self._services = {remote_calls.COORDINATOR: self.coordinator}
         if self._exchange is not None:
-            self._services[actor_calls.EXCHANGE] = self._exchange
+            self._services[remote_calls.EXCHANGE] = self._exchange
         self._blame = Blame(self._spec, self._workers, self.training_ranks, self._services)
         others = {rank: places[rank] for rank in places[0].generators if rank not in self.training_ranks}
         self._others = Replacements(others, self._start_worker, self.coordinator, self._workers[self._leader])
         self._deaths = DeathWatch(self._reward_actors)
-        numbered = {actor_calls.FIRST_REWARD_ACTOR - number: actor for number, actor in enumerate(self._reward_actors)}
-        self._heartbeat = actor_calls.Heartbeat({**dict(enumerate(self._workers)), **self._services, **numbered})
+        numbered = {remote_calls.FIRST_REWARD_ACTOR - number: actor for number, actor in enumerate(self._reward_actors)}
+        self._heartbeat = remote_calls.Heartbeat({**dict(enumerate(self._workers)), **self._services, **numbered})
         self.finished, self._steps, self.stop = False, 0, StopRequest(lambda name: None)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End all processes of the run, and wait until none writes to its folder."""
         starting = [starting.worker for starting in self._others.starting.values()]
         for actor in [*starting, *self._workers, *self._services.values(), *self._reward_actors]:
-            actor_calls.kill(actor)
+            remote_calls.kill(actor)
         with suppress(OSError, RunFolderError):  # the next start tries again
             wait_for_joined(self._spec.run_dir)
             remove_meetings(self._spec.run_dir)
@@ -129,7 +129,7 @@ class RayRun(AbstractContextManager["RayRun"]):
             finally:
                 if not has_ended:  # by a user's error, or Ctrl-C
                     saving = [self._workers[rank].call.remote("finish_saving") for rank in everyone]
-                    ray.wait(saving, num_returns=len(saving), timeout=actor_calls.ENDS_WITHIN_S)
+                    ray.wait(saving, num_returns=len(saving), timeout=remote_calls.ENDS_WITHIN_S)
 
     def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
         """The replies of training ranks to a call of `RankCalls`, by rank. Raises the first error."""
@@ -145,7 +145,7 @@ class RayRun(AbstractContextManager["RayRun"]):
                 done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_LOOKS_EVERY_S)
                 for ref in done:
                     try:
-                        actor_calls.reply(ref)
+                        remote_calls.reply(ref)
                     except RayActorError as err:
                         raise self._blame.died(refs[ref], "while the loop waited for it", err) from err
                 next(self._supervision, None)
@@ -153,7 +153,9 @@ class RayRun(AbstractContextManager["RayRun"]):
 
     def with_newest_weights(self) -> list[int]:
         """Ranks of the workers that only generate and have the newest weights."""
-        newest: list[int] = actor_calls.reply_of(self._workers[self._leader].with_newest_weights.remote(), self._leader)
+        newest: list[int] = remote_calls.reply_of(
+            self._workers[self._leader].with_newest_weights.remote(), self._leader
+        )
         return newest
 
     def generate(self, rank: int, request: Any) -> Any:
@@ -163,7 +165,7 @@ class RayRun(AbstractContextManager["RayRun"]):
     async def done(self, ref: Any) -> None:
         """Wait for an actor in the caller's event loop, while supervising the run."""
         done, loop = asyncio.Event(), asyncio.get_running_loop()
-        actor_calls.future_of(ref).add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
+        remote_calls.future_of(ref).add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
         while not done.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(done.wait(), _LOOKS_EVERY_S)
@@ -202,7 +204,7 @@ class RayRun(AbstractContextManager["RayRun"]):
         output.show(self.coordinator, last=True)
 
     def _progress(self) -> Progress:
-        progress: Progress = actor_calls.reply_of(self.coordinator.progress.remote(), actor_calls.COORDINATOR)
+        progress: Progress = remote_calls.reply_of(self.coordinator.progress.remote(), remote_calls.COORDINATOR)
         return progress
 
     def _start_worker(self, place: Place) -> Any:
@@ -235,7 +237,7 @@ class RayRun(AbstractContextManager["RayRun"]):
             can_be_replaced = rank in self._others.places
             if can_be_replaced and rank not in generating:
                 continue
-            outcome = self._blame.outcome(ref, rank, actor_calls.ENDS_WITHIN_S)
+            outcome = self._blame.outcome(ref, rank, remote_calls.ENDS_WITHIN_S)
             may_be_gone = isinstance(outcome, WorkerDied | GetTimeoutError) and can_be_replaced
             if isinstance(outcome, BaseException) and not may_be_gone:
                 raise outcome
@@ -251,10 +253,10 @@ class RayRun(AbstractContextManager["RayRun"]):
         if silent is None:
             return
         message = self._heartbeat.describe_silence(silent, self._spec.run_dir / STACKS)
-        if silent <= actor_calls.FIRST_REWARD_ACTOR:
-            reward_actor = self._reward_actors[actor_calls.FIRST_REWARD_ACTOR - silent]
+        if silent <= remote_calls.FIRST_REWARD_ACTOR:
+            reward_actor = self._reward_actors[remote_calls.FIRST_REWARD_ACTOR - silent]
             self._workers[self._leader].note.remote("warning", f"{message} It is killed and restarted")
-            self._deaths.ignore(actor_calls.FIRST_REWARD_ACTOR - silent)
+            self._deaths.ignore(remote_calls.FIRST_REWARD_ACTOR - silent)
             ray.kill(reward_actor, no_restart=False)
             self._heartbeat.follow(silent, reward_actor)
             return

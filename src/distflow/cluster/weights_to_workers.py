@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from distflow.cluster.actor_calls import kill, reply
+from distflow.cluster.remote_calls import kill, reply
 from distflow.errors import TrustError, UserError
 from distflow.observe.writing.timing import Waits
 from distflow.runtime.loop_thread import on_a_thread

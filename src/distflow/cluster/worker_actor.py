@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from distflow import __version__
-from distflow.cluster.actor_calls import process_here, reply
 from distflow.cluster.coordinator_actor import Progress
 from distflow.cluster.own_loop_worker import RankCalls, with_submissions
 from distflow.cluster.process_groups import Collectives
+from distflow.cluster.remote_calls import process_here, reply
 from distflow.cluster.reports_to_driver import MessageSender, RemoteView, remote_callbacks
 from distflow.cluster.weights_to_workers import WeightReceivers
 from distflow.cluster.worker_connections import WorkerPorts

@@ -15,7 +15,9 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from distflow.cluster.actor_calls import (
+from distflow.cluster.coordinator_actor import Progress
+from distflow.cluster.ray_cluster import PLACED_WITHIN_S, Bundle, failed_process, wait_for_room
+from distflow.cluster.remote_calls import (
     COORDINATOR,
     STARTS_WITHIN_S,
     STARVED_S,
@@ -29,8 +31,6 @@ from distflow.cluster.actor_calls import (
     reply,
     reply_of,
 )
-from distflow.cluster.coordinator_actor import Progress
-from distflow.cluster.ray_cluster import PLACED_WITHIN_S, Bundle, failed_process, wait_for_room
 from distflow.errors import UserError
 from distflow.launch.run_start_and_end import DRIVER, Start, find_start, resume_hint
 from distflow.observe.run_reader import read_events

@@ -262,7 +262,7 @@ def run_rollout(arguments: argparse.Namespace) -> int:
         if not loaded.config.actor_rollout_ref.model.path:
             raise UserError(f"there is no model to generate with: set {MODEL} to a folder or a hub id")
         with importing():
-            from distflow.launch.export_checkpoint import with_models_of_runs
+            from distflow.launch.run_folders.export_checkpoint import with_models_of_runs
         return asyncio.run(_check(with_models_of_runs(loaded, partial(print, flush=True)).config))
 
 

@@ -122,8 +122,8 @@ def run_data(arguments: argparse.Namespace) -> int:
         overrides = [*arguments.overrides, f"trainer.default_local_dir={folder}"]
         loaded = load_config(arguments.preset, overrides, needed=NEEDED_TO_TRAIN)
         with importing():
-            from distflow.launch.export_checkpoint import with_models_of_runs
             from distflow.launch.fit_config_to_files import fitted_to_files, follow_pipeline, read_config
+            from distflow.launch.run_folders.export_checkpoint import with_models_of_runs
 
         loaded = with_models_of_runs(follow_pipeline(loaded), say)
         _, _, data = fitted_to_files(loaded, read_config(loaded))

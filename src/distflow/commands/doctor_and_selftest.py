@@ -173,7 +173,7 @@ def run_selftest(arguments: argparse.Namespace) -> int:
     print(f"distflow {__version__} · selftest", flush=True)
     with importing():
         from distflow.commands.selftest.compared_runs import advice, compare_all, head, left_out, line
-        from distflow.commands.selftest.run_numbers import RECORDED, read_recorded
+        from distflow.commands.selftest.runs import RECORDED, read_recorded
 
     rows, failed, folder = [], [], Path(tempfile.mkdtemp(prefix="distflow-selftest-"))
     try:

@@ -114,7 +114,7 @@ def _load(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None
 
     preset = arguments.preset
     if Path(preset).expanduser().is_dir():
-        from distflow.launch.export_checkpoint import write_config_of
+        from distflow.launch.run_folders.export_checkpoint import write_config_of
 
         file = folder / "config_of_the_run.yaml"
         preset = str(write_config_of(Path(preset), file, say, trust_code=arguments.trust_code))

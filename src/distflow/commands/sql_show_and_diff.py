@@ -1,5 +1,4 @@
-"""`distflow sql`: one SQL query over the folders of runs. `distflow show`: one sample. `distflow diff`: two runs.
-`distflow watch`: a run as its terminal shows it."""
+"""`distflow sql`: one SQL query over the folders of runs. `distflow show`: one sample. `distflow diff`: two runs."""
 
 import argparse
 import csv
@@ -10,28 +9,22 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distflow.commands.arguments_and_run_folders import LEDGER, add_run_argument, at_least, find_run
+from distflow.commands.arguments_and_run_folders import LEDGER, at_least, find_run
 from distflow.errors import UserError, count_of
-from distflow.observe.crash_safe_files import JSON, encode, read_object, to_json, to_number
+from distflow.launch.run_folders.step_lineage import ledger_groups
+from distflow.observe.crash_safe_files import JSON, encode, read_object, to_json
 from distflow.observe.metrics import headline_names
 from distflow.observe.report.metric_differences import LAST
-from distflow.observe.report.summary_sentences import PROBLEM_KINDS, status
 from distflow.observe.run_reader import (
     GROUP_COLUMNS,
     PRESET,
-    Event,
     Group,
-    GrowingMetrics,
-    MetricsRecord,
     config_sources,
     flat_config,
-    groups_of,
     in_short,
-    read_events,
     read_samples,
     read_timeline,
     sample_splits,
@@ -39,12 +32,10 @@ from distflow.observe.run_reader import (
 )
 from distflow.observe.sample_files import DROPPED
 from distflow.observe.sanitized_output import escape_control
-from distflow.observe.writing.run_folder import writer_of
-from distflow.scheduling.ledger import surviving_records
 from distflow.untrusted_files import check_file
 
 if TYPE_CHECKING:
-    from distflow.launch.query_runs import Answer
+    from distflow.launch.run_folders.query_runs import Answer
     from distflow.observe.report.run_rules import RunRecords
 
 _MAX_CELL, _MAX_SHOWN = 60, 40
@@ -63,7 +54,7 @@ def add_sql_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_sql(arguments: argparse.Namespace) -> int:
-    from distflow.launch.query_runs import query_runs
+    from distflow.launch.run_folders.query_runs import query_runs
 
     runs = [find_run(run_dir) for run_dir in arguments.run_dirs]
     answer = query_runs(runs, arguments.query, arguments.rows, arguments.seconds)
@@ -136,7 +127,7 @@ class FoundSample(NamedTuple):
 def find_sample(run_dir: Path, uid: str, step: int | None) -> FoundSample:
     """step: the only one to look at; None if it is not known. Raises UserError if there is no such sample."""
     name, known = uid.partition("-")[0], read_timeline(run_dir)
-    group = groups_of(surviving_records(run_dir / LEDGER)).get(int(name) if name.isdecimal() and len(name) < 19 else -1)
+    group = ledger_groups(run_dir / LEDGER).get(int(name) if name.isdecimal() and len(name) < 19 else -1)
     for split in (*sample_splits(run_dir), DROPPED):
         steps = sorted(sample_steps(run_dir, split), reverse=True)
         wanted = step if step is not None else group.step if group and split == "train" else None
@@ -185,7 +176,6 @@ def _facts_of(row: Mapping[str, JSON], group: Group | None, rows: Sequence[Mappi
     return lines
 
 
-_WATCH_EVERY_S = 2.0
 _FINGERPRINTS = ("data_fingerprint", "tokenizer_fingerprint", "model_fingerprint", "distflow", "torch", "device")
 
 
@@ -270,7 +260,7 @@ def _config_changes(
 def _first_difference(a: "RunRecords", b: "RunRecords") -> str:
     """The first group with another row; if there is none, the first sample with another response, and the first
     tensor."""
-    groups = [groups_of(surviving_records(run.run_dir / LEDGER)) for run in (a, b)]
+    groups = [ledger_groups(run.run_dir / LEDGER) for run in (a, b)]
     for group_id in sorted({*groups[0]} & {*groups[1]}):
         first, second = (each[group_id] for each in groups)
         if (first.epoch, first.row) != (second.epoch, second.row):
@@ -295,7 +285,7 @@ def _first_response(a: "RunRecords", b: "RunRecords") -> str:
 
 def _token(a: "RunRecords", b: "RunRecords", step: int, uid: str) -> str:
     """The first token that differs, with its log-probs, if both runs saved the step's tokens."""
-    from distflow.launch.query_runs import saved_tokens
+    from distflow.launch.run_folders.query_runs import saved_tokens
 
     first, second = ([row for row in saved_tokens(run.run_dir, step) if row[1] == uid] for run in (a, b))
     differing = (pair for pair in zip(first, second, strict=False) if pair[0][3] != pair[1][3])
@@ -351,76 +341,3 @@ def _diff_lines(a: "Sequence[RunRecords]", b: "Sequence[RunRecords]", content: M
     for name, key in (("A", "only_a"), ("B", "only_b")):
         lines.append(f"findings only in {name}: {', '.join(content['findings'][key]) or 'none'}")
     return lines
-
-
-def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_argument(parser)
-    parser.add_argument("--once", action="store_true", help="show the run as it is now, and end")
-
-
-def run_watch(arguments: argparse.Namespace) -> int:
-    """Show a run that another process writes, until its end."""
-    watched = _Watched(find_run(arguments.run_dir))
-    try:
-        while not watched.look() and not arguments.once:
-            watched.wait()
-    finally:
-        watched.view.close()
-    return 0
-
-
-class _Watched:
-    """A run that another process writes. Its restarts are followed, in place or by another command."""
-
-    def __init__(self, run_dir: Path) -> None:
-        from distflow.observe.writing.terminal_view import TerminalView
-
-        run, plan = (read_object(run_dir / name, run_dir) for name in ("run.json", "plan.json"))
-        total, ranks = run.get("total_steps"), plan.get("ranks")
-        generates = not isinstance(ranks, list) or '"rollout"' in json.dumps(ranks)
-        title, num_steps = str(run.get("experiment") or run_dir), total if isinstance(total, int) else 0
-        self._run_dir, self._metrics = run_dir, GrowingMetrics(run_dir)
-        self._shown, self._num_events, self._was_written = set[tuple[int, int, str]](), 0, True
-        self._restart = 0
-        records = self._metrics.read(read_timeline(run_dir))
-        self._time = records[0].t if records else 0.0  # of what is shown; 0: now
-        self.view = TerminalView(title, num_steps, clock=lambda: self._time or time.time(), generates=generates)
-        self.view.phase("")
-
-    def look(self) -> bool:
-        """Show what is new. Returns whether the run is over."""
-        is_written = writer_of(self._run_dir) is not None  # before its files are read, so that none is missed
-        events = read_events(self._run_dir)
-        records = self._metrics.read(read_timeline(self._run_dir))
-        new = [each for each in records if (each.restart, each.step, each.kind) not in self._shown]
-        self._shown.update((each.restart, each.step, each.kind) for each in new)
-        parts: tuple[Sequence[Event | MetricsRecord], ...] = (events[self._num_events :], new)
-        ordered = [pair for part in parts for pair in zip(accumulate((e.t for e in part), max), part, strict=True)]
-        for self._time, each in sorted(ordered, key=lambda pair: pair[0]):  # a clock may step back within a part
-            if isinstance(each, Event):
-                self._tell(each)
-            else:
-                self._log(each)
-        self._num_events, has_ended = len(events), status(events)["word"] != "no end yet"
-        if self._was_written and not is_written and not has_ended:
-            said = "no process on this machine writes to the run: it was killed, or runs elsewhere"
-            self.view.note("warning", f"{said}; it is shown further if it goes on (Ctrl-C ends)")
-        self._was_written = is_written
-        return has_ended and not is_written
-
-    def wait(self) -> None:
-        self._time = 0.0
-        time.sleep(_WATCH_EVERY_S)
-
-    def _log(self, record: MetricsRecord) -> None:
-        if record.restart > self._restart:
-            self._restart = record.restart
-            self.view.rewind(record.step - 1)
-        self.view.log(record.step, record.values)
-
-    def _tell(self, event: Event) -> None:
-        if event.kind == "start" and event.restart:
-            resumed_at = event.fields.get("resumed_at")
-            self.view.note("info", f"restart {event.restart}, from step {max(to_number(resumed_at) or 0, 0):.0f}")
-        elif event.kind in PROBLEM_KINDS and not event.rolled_back:
-            self.view.note(event.kind, event.message)

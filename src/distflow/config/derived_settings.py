@@ -11,10 +11,10 @@ from distflow.config.compose.unknown_and_unused_keys import peek, suggest, with_
 from distflow.config.compose.yaml_settings import pipeline_of_algorithm
 from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig, CriticConfig, OptimConfig, RefConfig
 from distflow.config.keys.algorithm import DIFFERING_LOSS, AlgorithmConfig
+from distflow.config.keys.dag import FIRST_POLICY
 from distflow.config.keys.declare import changed, walk
 from distflow.config.keys.reward import RewardPart, scoring_models
 from distflow.config.keys.schema import Config, schema_keys, with_values
-from distflow.config.keys.trainer_async_dag import FIRST_POLICY
 from distflow.config.rules import ACTOR
 from distflow.errors import UserError, allow_change_advice
 

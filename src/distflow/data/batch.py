@@ -21,7 +21,7 @@ from torch import Tensor
 
 from distflow.data.sample import Sample
 from distflow.device_transfer import send
-from distflow.graph.fields import ALIASES, DERIVED, TOKEN_AXES, Axis, Field, find_field
+from distflow.graph.fields import ALIASES, DERIVED, STANDARD_FIELDS, TOKEN_AXES, Axis, Field, find_field
 from distflow.untrusted_files import check_tensors
 
 Column = Tensor | list[object]
@@ -69,20 +69,24 @@ class Batch:
         )
         batch = Batch(prompts, responses)
         segments = [segment for s in samples for segment in s.response_segments]
-        batch["uid"] = [s.uid for s in samples]
-        batch["prompts"] = [s.prompt for s in samples]
-        batch["responses"] = [s.response for s in samples]
-        batch["domain"] = [s.domain for s in samples]
-        batch["agent"] = [s.agent for s in samples]
-        batch["ground_truth"] = [s.ground_truth for s in samples]
-        batch["extra_info"] = [s.extra_info for s in samples]
-        batch["finish_reason"] = [s.finish_reason for s in samples]
+        objects: dict[str, list[Any]] = {
+            "uid": [s.uid for s in samples],
+            "prompts": [s.prompt for s in samples],
+            "responses": [s.response for s in samples],
+            "domain": [s.domain for s in samples],
+            "agent": [s.agent for s in samples],
+            "ground_truth": [s.ground_truth for s in samples],
+            "extra_info": [s.extra_info for s in samples],
+            "finish_reason": [s.finish_reason for s in samples],
+            "forks": [[list(fork) for fork in s.forks] for s in samples],
+            "owners": [[[part.owner, len(part.token_ids)] for part in s.response_segments] for s in samples],
+            "conversation": [[dict(turn) for turn in s.conversation] for s in samples],
+            "images": [_images(s) for s in samples],
+        }
+        batch._columns.update(objects)
+        batch._fields.update((name, STANDARD_FIELDS[name]) for name in objects)
         batch["group_index"] = [s.group_index for s in samples]
         batch["episode_index"] = [s.episode for s in samples]
-        batch["forks"] = [[list(fork) for fork in s.forks] for s in samples]
-        batch["owners"] = [[[part.owner, len(part.token_ids)] for part in s.response_segments] for s in samples]
-        batch["conversation"] = [[dict(turn) for turn in s.conversation] for s in samples]
-        batch["images"] = [_images(s) for s in samples]
         batch["valid"] = [s.valid for s in samples]
         batch["truncated"] = [s.truncated for s in samples]
         batch["prompt_ids"] = _flat_tensor([s.prompt_ids for s in samples], np.int64)
@@ -209,8 +213,9 @@ class Batch:
         out = Batch(self._lengths[Axis.PROMPT], self._lengths[Axis.RESPONSE])
         for name in names:
             name = ALIASES.get(name, name)
-            out._columns[name] = self._columns[name] if name in self._columns else self.flat(name)
-            out._fields[name] = self.field(name)
+            is_stored = name in self._columns
+            out._columns[name] = self._columns[name] if is_stored else self.flat(name)
+            out._fields[name] = self._fields[name] if is_stored else self.field(name)
         return out
 
     def copy_columns(self, other: "Batch", **names: str) -> None:
@@ -452,12 +457,12 @@ class Batch:
         Not on a later token of a tool or environment: estimators read only rewards of the policy's tokens.
         """
         mask: Tensor = self.flat("response_mask")
-        lengths = send(self._lengths[Axis.RESPONSE], mask.device)
         positions = (mask > 0).nonzero()[:, 0]
-        owner = send(self.rows(), mask.device)[positions]
-        last = torch.full_like(lengths, -1).scatter_reduce_(0, owner, positions, "amax")
-        answered = last >= 0
-        return torch.zeros_like(mask).index_put_((last[answered],), self.flat("scores").to(mask.dtype)[answered])
+        ends = send(self._lengths[Axis.RESPONSE].cumsum(0), mask.device)
+        before = torch.searchsorted(positions, ends)  # tokens of the policy up to the end of the sample
+        answered = before > torch.cat([before.new_zeros(1), before[:-1]])
+        scores = self.flat("scores").to(mask.dtype)[answered]
+        return torch.zeros_like(mask).index_put_((positions[before[answered] - 1],), scores)
 
 
 def _images(sample: Sample) -> list[list[str]]:

@@ -12,7 +12,7 @@ from importlib import import_module
 from tempfile import TemporaryFile
 from typing import Any, cast
 
-from distflow.environments.tools_in_process import awaited, without_control
+from distflow.environments.tools_in_user_process import awaited, without_control
 from distflow.errors import UserError
 from distflow.import_target import load
 
@@ -22,13 +22,15 @@ GIVEN = ("base_url", "api_key", "model", "prompt", "messages", "ground_truth", "
 """Arguments that a user's function may take by name. messages: of the row's prompt."""
 JUDGED = ("conversations", "result")
 """Further arguments that a reward function may take. messages are those of the last conversation with a call."""
-_NO_EPISODE = {
-    "OPENAI_BASE_URL": "http://127.0.0.1:9/v1",
-    "ANTHROPIC_BASE_URL": "http://127.0.0.1:9",
-    "OPENAI_API_KEY": "of-the-episode",
-    "ANTHROPIC_API_KEY": "of-the-episode",
-}
-"""For clients that a module creates on import, which would otherwise use the user's keys. Nothing listens there."""
+_OPENAI_URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_BASE_URL")
+_ANTHROPIC_URLS = ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_BASE", "ANTHROPIC_API_URL")
+"""The official variables, and those of frameworks that pass an address of their own to the official clients."""
+
+
+def client_variables(base_url: str, key: str) -> dict[str, str]:
+    """The environment variables by which clients find an endpoint. base_url: without /v1."""
+    urls = {**dict.fromkeys(_OPENAI_URLS, f"{base_url}/v1"), **dict.fromkeys(_ANTHROPIC_URLS, base_url)}
+    return {**urls, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key}
 
 
 _IMPORTED_LATE = {
@@ -48,7 +50,8 @@ class Agent:
     ) -> None:
         """reward: a function of the trace. kwargs: names of further arguments of the function. Raises UserError for
         uncallable functions."""
-        os.environ.update(_NO_EPISODE)
+        # Clients that a module creates on import would otherwise use the user's keys. Nothing listens here.
+        os.environ.update(client_variables("http://127.0.0.1:9", "of-the-episode"))
         os.environ.pop("ANTHROPIC_AUTH_TOKEN", None)
         self._function = _loaded("function", function, GIVEN, kwargs) if function is not None else None
         self._command = command

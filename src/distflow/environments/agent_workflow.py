@@ -20,8 +20,7 @@ from distflow.data.task_packages import VERIFIERS, missing
 from distflow.environments import agent_process
 from distflow.environments.chat import Chat
 from distflow.environments.endpoint import Endpoint, Session
-from distflow.environments.endpoint_call_types import Answer, Call, RequestError
-from distflow.environments.endpoint_conversations import Conversations
+from distflow.environments.endpoint_calls_and_conversations import Answer, Call, Conversations, RequestError
 from distflow.environments.tool_calls import FORMATS
 from distflow.environments.user_process import MadeByOptions, ProcessServer, options_of
 from distflow.environments.workflows import REWARD, RewardFn, Row
@@ -208,7 +207,7 @@ def _environment(session: Session) -> dict[str, str | None]:
     """Variables for the process: no proxy in between, and a command finds its modules as without us."""
     kept = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
     around = {name: ",".join(filter(None, (os.environ.get(name), _LOOPBACK))) for name in ("NO_PROXY", "no_proxy")}
-    return {**session.environment, **kept, **around}
+    return {**agent_process.client_variables(session.base_url, session.key), **kept, **around}
 
 
 def _score(returned: object) -> object:

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,15 +18,15 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from distflow.environments.anthropic_format import MESSAGES
-from distflow.environments.endpoint_call_types import Answer, Call, Events, Json, Piece, RequestError, Wire
-from distflow.environments.openai_formats import CHAT, RESPONSES, TEXT
+from distflow.environments.endpoint_calls_and_conversations import Answer, Call, Events, Json, Piece, RequestError, Wire
+from distflow.environments.openai_and_anthropic_formats import CHAT, MESSAGES, RESPONSES, TEXT, continued, input_items
 from distflow.errors import UserError
 from distflow.import_target import check_server_packages
 
 MAX_BODY_BYTES = 4 * 2**20
 ROUTES = {"chat/completions": CHAT, "completions": TEXT, "responses": RESPONSES, "messages": MESSAGES}
 _ENDED_KEPT = 10_000
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _STOPS_WITHIN_S = 5
 _NOT_REFUSED = (410, 499, 503)
 """Statuses of calls whose episode or client has gone."""
@@ -36,20 +36,21 @@ Submit = Callable[[Call], "Future[Answer]"]
 
 @dataclass(frozen=True)
 class Session:
-    """A session has its own key and base URL. model: the only accepted name; None for any. refused: the reason for each
-    rejected call."""
+    """A session has its own key and base URL. model: the only accepted name; None for any, as in episodes. refused: the
+    reason for each rejected call. responses: by id, the items up to each response of an episode."""
 
     key: str
     base_url: str
     submit: Submit
     model: str | None = None
     refused: list[RequestError] = field(default_factory=list)
+    responses: dict[str, list[Json]] = field(default_factory=dict)
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """Environment variables by which both kinds of clients find it."""
-        urls = {"OPENAI_BASE_URL": f"{self.base_url}/v1", "ANTHROPIC_BASE_URL": self.base_url}
-        return {**urls, "OPENAI_API_KEY": self.key, "ANTHROPIC_API_KEY": self.key}
+    def keep(self, body: Json, head: Json, answering: "asyncio.Task[list[Answer]]") -> None:
+        """Keep the items up to a response, for requests that continue it."""
+        if self.model is None and not answering.cancelled() and answering.exception() is None:
+            output = RESPONSES.write(body, answering.result(), head)["output"]
+            self.responses[head["id"]] = [*input_items(body), *output]
 
 
 class Endpoint:
@@ -69,6 +70,8 @@ class Endpoint:
             routes.append(routing.Route(f"{prefix}/v1/models", self._models))
             for path, wire in ROUTES.items():
                 routes.append(routing.Route(f"{prefix}/v1/{path}", partial(self._answer, wire), methods=["POST"]))
+        for prefix in ("/episodes/{name}", ""):
+            routes.append(routing.Route(f"{prefix}/{{path:path}}", self._no_route, methods=_METHODS))
         config = uvicorn.Config(starlette.Starlette(routes=routes), log_config=None, lifespan="off", access_log=False)
         config.timeout_graceful_shutdown = _STOPS_WITHIN_S
         self._server = uvicorn.Server(config)
@@ -117,6 +120,17 @@ class Endpoint:
         listed = {"object": "list", "data": [{**model, "type": "model", "display_name": name}], "has_more": False}
         return _response(200, {**listed, "first_id": name, "last_id": name})
 
+    async def _no_route(self, request: Any) -> Any:
+        refused, path = list[RequestError](), request.path_params["path"]
+        known = ", ".join(f"/v1/{known}" for known in ROUTES)
+        try:
+            refused = self._found(request).refused
+            said = f"there is no route {request.method} /{path}: there are {known} (POST) and /v1/models (GET)"
+            raise RequestError(404, said, "not_found")
+        except RequestError as error:
+            refused.append(error)
+            return _failed(request, error)
+
     async def _answer(self, wire: Wire, request: Any) -> Any:
         refused: list[RequestError] = []
         try:
@@ -127,11 +141,14 @@ class Endpoint:
                 raise RequestError(
                     404, f"there is no model {body.get('model')!r:.80}: it is {session.model!r}", "model_not_found"
                 )
-            call, pieces = _read(wire, body), _Pieces()
+            body, call = _read(wire, body, session.responses)
+            pieces, head = _Pieces(), _head(body)
             if body.get("stream") and call.n == 1 and body.get("logprobs") in (None, False):
                 call = replace(call, told=pieces.tell)
             asked = [session.submit(replace(call, choice=i)) for i in range(call.n)]
             answering = asyncio.ensure_future(_awaited(request, asked))
+            if wire is RESPONSES:
+                answering.add_done_callback(partial(session.keep, body, head))
             answering.add_done_callback(pieces.end)
             first = await pieces.next() if body.get("stream") else None
             answers = await answering if first is None else []
@@ -139,11 +156,14 @@ class Endpoint:
             if error.status not in _NOT_REFUSED:
                 refused.append(error)
             return _failed(request, error)
-        head = {"id": secrets.token_hex(8), "created": int(time.time()), "model": str(body.get("model"))}
         if not body.get("stream"):
             return _response(200, wire.write(body, answers, head))
         lines = _lines(_events(partial(wire.stream, body, head=head), first, pieces, answering))
         return import_module("starlette.responses").StreamingResponse(lines, media_type="text/event-stream")
+
+
+def _head(body: Json) -> Json:
+    return {"id": secrets.token_hex(8), "created": int(time.time()), "model": str(body.get("model"))}
 
 
 class _Pieces:
@@ -192,10 +212,12 @@ async def _events(
         answering.cancel()  # no effect if done
 
 
-def _read(wire: Wire, body: Json) -> Call:
+def _read(wire: Wire, body: Json, responses: Mapping[str, list[Json]]) -> tuple[Json, Call]:
+    """The body, with the items of the response that it continues, and the call."""
     try:
+        body = continued(body, responses) if wire is RESPONSES else body
         call: Call = wire.read(body)
-        return call
+        return body, call
     except RequestError:
         raise
     except KeyError as error:

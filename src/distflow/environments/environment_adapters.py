@@ -6,6 +6,7 @@ gymnasium, or the address of an OpenEnv server, which is called by the client of
 """
 
 import importlib
+import inspect
 import json
 import math
 import re
@@ -15,9 +16,9 @@ from typing import Any, cast
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from distflow.environments.tools_in_process import bounded, without_control
+from distflow.environments.tools_in_user_process import bounded, without_control
 from distflow.errors import UserError
-from distflow.import_target import load
+from distflow.import_target import load, load_module
 
 MAX_CHARACTERS = 20_000
 _READ = 200
@@ -32,7 +33,7 @@ class TextEnv:
 
     def __init__(self, env: str, options: Mapping[str, Any]) -> None:
         """env: module:Class, file.py:function or a gymnasium id. Raises UserError if it cannot be loaded."""
-        self._make: Callable[..., Any] = find_registered(env) if ":" not in env else cast(Callable[..., Any], load(env))
+        self._make = find_registered(env) if is_registered(env) else cast(Callable[..., Any], load(env))
         if not callable(self._make):
             raise UserError(f"'{env}' cannot be called: name a class, or a function that makes the environment")
         missing = [name for name in ("reset", "step") if isinstance(self._make, type) and not hasattr(self._make, name)]
@@ -42,9 +43,13 @@ class TextEnv:
         self._env: Any = None
 
     def reset(self, seed: int, options: dict[str, Any] | None) -> str:
-        """The first observation. Raises what the environment raises."""
+        """The first observation. `reset` gets those of the arguments that it takes. Raises what the environment
+        raises."""
         self._env = self._make(**self._options)
-        returned = self._env.reset(seed=seed, options=options)
+        given, parameters = {"seed": seed, "options": options}, inspect.signature(self._env.reset).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            given = {name: value for name, value in given.items() if name in parameters}
+        returned = self._env.reset(**given)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(f"reset returned {returned!r:.80}, not (observation, info)")
         return self._text(returned[0])
@@ -98,8 +103,17 @@ def _plain(value: Any) -> object:
     )
 
 
-def find_registered(name: str) -> Callable[..., Any]:
-    """The maker of a registered environment. Raises UserError."""
+def is_registered(env: str) -> bool:
+    """Whether it is an id of gymnasium, with or without its module, and not module:Class or file.py:function."""
+    module, _, name = env.rpartition(":")
+    return not module or not all(part.isidentifier() for part in name.split("."))
+
+
+def find_registered(env: str) -> Callable[..., Any]:
+    """The maker of a registered environment; module:ID imports the module that registers it. Raises UserError."""
+    module, _, name = env.rpartition(":")
+    if module:
+        load_module(module)
     try:
         gymnasium = importlib.import_module("gymnasium")
         gymnasium.spec(name)
@@ -108,7 +122,8 @@ def find_registered(name: str) -> Callable[..., Any]:
             f"'{name}' is an id of gymnasium, which is not installed ({error}): pip install 'distflow[gymnasium]'"
         ) from None
     except gymnasium.error.Error as error:
-        raise UserError(f"gymnasium has no environment '{name}': {error}") from None
+        advice = "" if module else "; if a package registers it at its import, write package:ID"
+        raise UserError(f"gymnasium has no environment '{name}': {error}{advice}") from None
     return partial(gymnasium.make, name)
 
 

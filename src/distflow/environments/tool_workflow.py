@@ -1,41 +1,14 @@
-"""The workflows `tools` and `harbor`: the model calls tools until it gives an answer."""
+"""The workflow `tools`: the model calls tools until it gives an answer."""
 
-import asyncio
-import json
-import math
-import os
-import shutil
-import stat
 import weakref
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
-from distflow.data.task_folders import HARBOR, Task, read_task_folder
 from distflow.environments.chat import Chat, Reply
 from distflow.environments.tool_calls import FORMATS, ToolCall, find_tool_calls, format_of
 from distflow.environments.tools import Entry, Tools
-from distflow.environments.tools_in_process import ToolAnswer, bounded
 from distflow.environments.user_process import MadeByOptions, options_of
 from distflow.environments.workflows import Rewarded, RewardFn, Row
 from distflow.errors import UserError, hint
-from distflow.sandbox.shell import Ran, Shell
-
-SHELL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "shell",
-        "description": "Runs a command with bash in the folder of the task. Files stay for later commands; variables, "
-        "the current folder and processes do not.",
-        "parameters": {
-            "type": "object",
-            "properties": {"command": {"type": "string", "description": "The command to run."}},
-            "required": ["command"],
-        },
-    },
-}
-_REWARD_BYTES = 64 * 2**10
-_SHOWN = 500
 
 
 class ToolWorkflow(MadeByOptions):
@@ -59,7 +32,7 @@ class ToolWorkflow(MadeByOptions):
             raise UserError("workflow_kwargs.tools: name at least one tool in a list, e.g. tools=[calculator]")
         if wrong := [server for server in mcp if not isinstance(server, str) or not server.strip()]:
             raise UserError(f"workflow_kwargs.mcp: {wrong[0]!r} is neither a command nor a URL")
-        _check_format(format)
+        check_format(format)
         self._tools = Tools(tools, timeout_s, max_characters, mcp)
         weakref.finalize(self, self._tools.close)
         self._max_turns, self._format = max_turns, format
@@ -70,80 +43,14 @@ class ToolWorkflow(MadeByOptions):
         with self._tools.episode(row.prompt, row.ground_truth) as episode:
             try:
                 reply = await chat.ask(row.prompt, tools=self._tools.schemas)
-                await _answer_calls(chat, reply, format, self._max_turns, episode.run, self._tools.parameters)
+                await answer_calls(chat, reply, format, self._max_turns, episode.run, self._tools.parameters)
             finally:
                 for kind, counts in (("calls", episode.calls), ("errors", episode.errors), ("ms", episode.ms)):
                     chat.counts.update({f"tool/{name}/{kind}": number for name, number in counts.items()})
         return await reward_fn(None)
 
 
-class HarborWorkflow:
-    """A task in a folder in Harbor's format: the model runs commands in the task's folder until it gives an answer;
-    then the task's tests run there and write the score."""
-
-    def __init__(
-        self, *, max_turns: int = 32, timeout_s: float = 60.0, max_characters: int = 4000, format: str | None = None
-    ) -> None:
-        """timeout_s: of each command. max_characters: of its output. format: as in `ToolWorkflow`. Raises UserError."""
-        _check_format(format)
-        self._max_turns, self._timeout_s, self._max_characters = max_turns, timeout_s, max_characters
-        self._format = format
-        shell = Shell("/app")
-        try:
-            shell.check()
-        finally:
-            shell.close()
-
-    async def __call__(self, chat: Chat, row: Row) -> Mapping[str, float]:
-        """Run an episode. Raises UserError if the row is not from a task folder; RuntimeError or OSError, which are
-        errors of the episode, if the task or its tests fail."""
-        found = row.extra_info.get(HARBOR)
-        if not isinstance(found, Mapping):
-            raise UserError(f"the row has no column '{HARBOR}': the data of this workflow must be a folder of tasks")
-        task = read_task_folder(Path(str(found["folder"])))
-        shell = Shell(task.workdir, task.memory_mb)
-        try:
-            with chat.clock_stopped():
-                await asyncio.to_thread(_copy, task.folder / "environment", shell.files)
-            await self._solve(chat, row, task, shell)
-            with chat.clock_stopped("tests of the task"):
-                return await _verify(task, shell)
-        finally:
-            await asyncio.to_thread(shell.close)
-
-    async def _solve(self, chat: Chat, row: Row, task: Task, shell: Shell) -> None:
-        left = task.agent_s
-
-        async def run(call: ToolCall) -> str:
-            nonlocal left
-            started = asyncio.get_running_loop().time()
-            answer = await self._answer(call, task, shell, min(left, self._timeout_s))
-            took = asyncio.get_running_loop().time() - started
-            left = max(left - took, 0.0)
-            chat.counts["tool/shell/ms"] += round(1000 * took)
-            chat.counts["tool/shell/calls"] += 1
-            chat.counts["tool/shell/errors"] += answer.failed
-            return answer.text
-
-        format = self._format or format_of(chat.tokens.tool_template([SHELL]))
-        await _answer_calls(chat, await chat.ask(row.prompt, tools=[SHELL]), format, self._max_turns, run, ("shell",))
-
-    async def _answer(self, call: ToolCall, task: Task, shell: Shell, left: float) -> ToolAnswer:
-        command = call.arguments.get("command")
-        if call.problem:
-            return ToolAnswer(f"error: {bounded(call.problem, _SHOWN).text}", True)
-        if call.name != "shell" or not isinstance(command, str) or "\0" in command or len(call.arguments) > 1:
-            return ToolAnswer("error: there is one tool, shell, whose one argument is the text 'command'", True)
-        if left <= 0:
-            return ToolAnswer(f"error: the {task.agent_s:g} s that this task has for commands are used up", True)
-        ran = await shell.run(("/bin/bash", "-c", command), left, 4 * self._max_characters, task.env)
-        text, cut = bounded(ran.output, self._max_characters)
-        if ran.exit_code is None:
-            return ToolAnswer(f"{text}\nerror: the command did not end within {left:.3g} s and was killed", True)
-        return ToolAnswer(f"{text}\n[exit status {ran.exit_code}]" if ran.exit_code else text or "(no output)", cut)
-
-
-async def _answer_calls(
+async def answer_calls(
     chat: Chat,
     reply: Reply,
     format: str,
@@ -170,58 +77,7 @@ async def _answer_calls(
         reply = await chat.ask(answers)
 
 
-def _check_format(format: str | None) -> None:
+def check_format(format: str | None) -> None:
     """Raises UserError."""
     if format is not None and format not in FORMATS:
         raise UserError(f"workflow_kwargs.format={format}: no such format of tool calls{hint(format, FORMATS)}")
-
-
-def _copy(source: Path, target: Path) -> None:
-    if source.is_dir():
-        shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
-
-
-async def _verify(task: Task, shell: Shell) -> Mapping[str, float]:
-    """The rewards that the task's tests write. Raises RuntimeError if they write none."""
-    with shell.folder() as verifier:
-        mounts = (("--ro-bind", task.folder / "tests", "/tests"), ("--bind", verifier, "/logs/verifier"))
-        command = ("/bin/bash", "/tests/test.sh")
-        ran = await shell.run(command, task.verifier_s, _REWARD_BYTES, task.verifier_env, mounts)
-        if ran.exit_code is None:
-            raise RuntimeError(f"tests/test.sh of {task.folder} did not end within {task.verifier_s:g} s")
-        for name in ("reward.json", "reward.txt"):
-            if (text := _written(verifier / name)) is not None:
-                return _rewards(text, name, task, ran)
-    raise RuntimeError(f"tests/test.sh of {task.folder} wrote no /logs/verifier/reward.txt: {_end(ran)}")
-
-
-def _written(file: Path) -> str | None:
-    """The content; None unless it is a plain file, since code that runs with the tests may have made it a link or
-    pipe."""
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    with open(descriptor, "rb") as opened:
-        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        return opened.read(_REWARD_BYTES).decode("utf-8", "replace") if is_file else None
-
-
-def _rewards(text: str, name: str, task: Task, ran: Ran) -> Mapping[str, float]:
-    """Rewards by name; the score is the one called reward, or else the sum. Raises RuntimeError."""
-    try:
-        found = json.loads(text) if name == "reward.json" else {"reward": float(text)}
-        rewards = {str(key): float(value) for key, value in found.items()}
-        if not rewards or not all(map(math.isfinite, rewards.values())):
-            raise ValueError("there is no number, or one that is not finite")
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise RuntimeError(
-            f"tests/test.sh of {task.folder} wrote no reward into {name} ({error}): {_end(ran)}"
-        ) from None
-    return {**rewards, "score": rewards.get("reward", math.fsum(rewards.values()))}
-
-
-def _end(ran: Ran) -> str:
-    return (
-        f"it ended with exit status {ran.exit_code}, and printed {bounded(ran.output[-_SHOWN:], _SHOWN).text.strip()!r}"
-    )

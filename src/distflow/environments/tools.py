@@ -18,11 +18,11 @@ from typing import Any, cast
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
 from distflow.data.episode_event_hook import note_event
-from distflow.environments import builtin_tools, mcp_tools, tools_in_process
+from distflow.environments import builtin_tools, mcp_tools, tools_in_user_process
 from distflow.environments.builtin_tools import BUILTIN_TOOLS, PYTHON_SESSION
 from distflow.environments.mcp_tools import mcp_schemas
 from distflow.environments.tool_calls import ToolCall
-from distflow.environments.tools_in_process import ToolAnswer, bounded
+from distflow.environments.tools_in_user_process import ToolAnswer, bounded
 from distflow.environments.user_process import CallFailed, ProcessEnded, ProcessServer, UserProcess
 from distflow.errors import UserError, hint
 from distflow.import_target import LoadError, load
@@ -55,7 +55,7 @@ class Tools:
         if len(self.parameters) < len(targets):
             raise UserError(f"two tools have the same name: {', '.join(function['name'] for function in functions)}")
         named = dict(zip(self.parameters, targets, strict=True))
-        self.server = ProcessServer(f"{tools_in_process.__name__}:Toolbox", {"targets": named})
+        self.server = ProcessServer(f"{tools_in_user_process.__name__}:Toolbox", {"targets": named})
         self.timeout_s, self.max_characters = timeout_s, max_characters
         self.sandbox = None
         if PYTHON in self.parameters:

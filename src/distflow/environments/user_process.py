@@ -26,7 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NoReturn, cast
 
-from distflow.data import random_states
+from distflow.data import global_random_states
 from distflow.data.episode_event_hook import note_event
 from distflow.errors import UserError, users_place
 from distflow.import_target import load
@@ -246,7 +246,7 @@ def _run(channel: socket.socket, hosted: object, seed: bytes) -> NoReturn:
     _die_with(signal.SIGKILL)
     _adopt_orphans()
     os.setsid()
-    random_states.seed(seed)
+    global_random_states.seed(seed)
     own = os.getpid()
     with channel.makefile("rb") as calls:
         for line in calls:

@@ -1,8 +1,9 @@
 """Pipelines as graphs: fields, nodes, contracts, the pipeline builder, and `bind`. Does not import torch."""
 
+from distflow.errors import PipelineError
 from distflow.graph.bind import BoundNode, BoundPipeline
 from distflow.graph.contract_from_signature import Form
-from distflow.graph.fields import PipelineError, register_field
+from distflow.graph.fields import register_field
 from distflow.graph.graph_node import Drop, Node, NodeOutput
 from distflow.graph.node_spec import SCORE_FIELDS, NodeRole, NodeType, node, node_factory
 from distflow.graph.task_graph import Pipeline, TaskGraph, pipeline_from_config

@@ -7,10 +7,10 @@ from inspect import Parameter, signature
 from types import SimpleNamespace, UnionType
 from typing import Union, get_args, get_origin
 
-from distflow.errors import hint, nearest
+from distflow.errors import MissingColumn, PipelineError, hint, nearest
 from distflow.graph.contract_from_signature import REQUIRED, Contract, Form, canonical
 from distflow.graph.drawing import Box, flowchart, text_drawing
-from distflow.graph.fields import STANDARD_FIELDS, Axis, Field, MissingColumn, PipelineError, find_field
+from distflow.graph.fields import STANDARD_FIELDS, Axis, Field, find_field
 from distflow.graph.graph_node import NODE_SETTINGS, Node, contract_of, contracts_of, resolve_factory
 from distflow.graph.node_spec import NodeRole, NodeType, Plane
 from distflow.graph.wiring import Wiring

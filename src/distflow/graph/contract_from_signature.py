@@ -8,8 +8,8 @@ from enum import StrEnum
 from inspect import Parameter
 from typing import Literal
 
-from distflow.errors import hint
-from distflow.graph.fields import ALIASES, PipelineError
+from distflow.errors import PipelineError, hint
+from distflow.graph.fields import ALIASES
 from distflow.graph.node_spec import ENGINES, ROLE_DEFAULTS, SCORE_FIELDS, SERVICES, NodeRole, NodeSpec, Scope
 from distflow.import_target import is_async
 

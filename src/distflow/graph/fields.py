@@ -1,43 +1,9 @@
-"""Pipeline errors, the callable of a node's `func`, and the columns of a batch: their names, dtypes and axes. Pipelines
-add columns with `register_field`."""
+"""The columns of a batch: their names, dtypes and axes. Pipelines add columns with `register_field`."""
 
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-
-from distflow.errors import UserError
-from distflow.import_target import LoadError, load_function
-
-
-class PipelineError(UserError):
-    """An invalid pipeline. The message names the node, the field or option, and the nearest existing name."""
-
-
-class MissingColumn(PipelineError):
-    """A node reads a column that no earlier node writes."""
-
-    def __init__(self, message: str, column: str):
-        super().__init__(message)
-        self.column = column
-
-
-def resolve_func(func: object, where: str) -> Callable[..., object]:
-    """The callable of a node's `func`; `load_function` resolves a str.
-
-    Raises PipelineError, beginning with `where`, if it cannot be called.
-    """
-    if isinstance(func, str):
-        try:
-            return load_function(func)
-        except LoadError as err:
-            raise PipelineError(f"{where}: {err}") from err
-    if isinstance(func, type):
-        raise PipelineError(f"{where}: func {func!r} is a class; name one of its methods or pass an instance")
-    if not callable(func):
-        raise PipelineError(f'{where}: func {func!r} cannot be called; pass a function or "module:function"')
-    return func
 
 
 class Axis(Enum):

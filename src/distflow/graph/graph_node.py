@@ -4,9 +4,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from distflow.errors import hint
+from distflow.errors import PipelineError, hint
 from distflow.graph.contract_from_signature import Contract, Declared, Form, canonical, read_contract
-from distflow.graph.fields import PipelineError, find_field, resolve_func
+from distflow.graph.fields import find_field
 from distflow.graph.node_spec import (
     CONFIGURING_TYPES,
     ENGINE_TYPES,
@@ -24,6 +24,7 @@ from distflow.graph.node_spec import (
     is_factory,
     spec_of,
 )
+from distflow.import_target import LoadError, load_function
 
 
 @dataclass(frozen=True)
@@ -270,3 +271,20 @@ def _check_arguments(node: Node) -> None:
     planes = ("rollout", "training")
     if node.plane is not None and node.plane not in planes:
         raise PipelineError(f"{where}: plane {node.plane!r} is none{hint(str(node.plane), planes)}")
+
+
+def resolve_func(func: object, where: str) -> Callable[..., object]:
+    """The callable of a node's `func`; `load_function` resolves a str.
+
+    Raises PipelineError, beginning with `where`, if it cannot be called.
+    """
+    if isinstance(func, str):
+        try:
+            return load_function(func)
+        except LoadError as err:
+            raise PipelineError(f"{where}: {err}") from err
+    if isinstance(func, type):
+        raise PipelineError(f"{where}: func {func!r} is a class; name one of its methods or pass an instance")
+    if not callable(func):
+        raise PipelineError(f'{where}: func {func!r} cannot be called; pass a function or "module:function"')
+    return func

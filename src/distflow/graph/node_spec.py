@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, TypeVar
 
-from distflow.errors import hint
-from distflow.graph.fields import Axis, PipelineError, register_field
+from distflow.errors import PipelineError, hint
+from distflow.graph.fields import Axis, register_field
 
 
 class NodeType(Enum):

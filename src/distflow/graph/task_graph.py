@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from distflow.errors import hint
+from distflow.errors import PipelineError, hint
 from distflow.graph.bind import BoundPipeline, bind_pipeline, check_options
 from distflow.graph.drawing import Box, flowchart
-from distflow.graph.fields import Field, PipelineError
+from distflow.graph.fields import Field
 from distflow.graph.graph_node import NODE_SETTINGS, Node, contracts_of, split_arguments
 from distflow.graph.node_spec import is_factory
 from distflow.graph.wiring import Wiring, dependents

@@ -7,9 +7,9 @@ from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
 from itertools import combinations
 
-from distflow.errors import hint
+from distflow.errors import PipelineError, hint
 from distflow.graph.contract_from_signature import Contract, canonical
-from distflow.graph.fields import DERIVED, PipelineError
+from distflow.graph.fields import DERIVED
 from distflow.graph.graph_node import Node, engines_of
 from distflow.graph.node_spec import Plane, is_factory
 

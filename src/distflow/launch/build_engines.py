@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from distflow.config.keys.trainer_async_dag import FIRST_POLICY
+from distflow.config.keys.dag import FIRST_POLICY
 from distflow.errors import UserError, blaming
 from distflow.import_target import load
 from distflow.launch.configured_models import Adapt, Source, load_adapted

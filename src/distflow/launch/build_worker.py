@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any
 
 from distflow.audit.auditor import Auditor
-from distflow.checks.engine_weights_canary import make_canary
-from distflow.checks.step_invariants import LiveChecks
-from distflow.launch.export_checkpoint import write_hf_models
+from distflow.audit.every_step.engine_weights_canary import make_canary
+from distflow.audit.every_step.step_invariants import LiveChecks
+from distflow.launch.run_folders.export_checkpoint import write_hf_models
 from distflow.rewards.reward_results import RewardCounts
 from distflow.rewards.router import KINDS
 from distflow.runtime.audit_protocol import Updates

@@ -19,8 +19,8 @@ from distflow.config import Config
 from distflow.config.derived_settings import is_rl, named_algorithms, named_rewards, pipeline_name
 from distflow.config.extension_kinds import EXTENSION_POINTS
 from distflow.config.keys.actor_rollout_ref_and_critic import RolloutConfig
-from distflow.errors import UserError, hint
-from distflow.graph.fields import STANDARD_FIELDS, MissingColumn
+from distflow.errors import MissingColumn, UserError, hint
+from distflow.graph.fields import STANDARD_FIELDS
 from distflow.import_target import SourceFile, load, shown_name, split_name
 from distflow.observe.writing.trackers import Tracker
 from distflow.rewards.reward_functions import custom_target, find_fault

@@ -52,7 +52,7 @@ from distflow.models.paths import resolve_path
 from distflow.rewards.router import check_domains
 from distflow.rewards.self_check import find_broken
 from distflow.scheduling.curriculum_and_difficulty_filter import CurriculumPlan, SkipPlan, load_curriculum
-from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS, DataPlan, DomainPlan, Frequency, total_steps
+from distflow.scheduling.data_plan import UNKNOWN_ROWS, DataPlan, DomainPlan, Frequency, total_steps
 
 
 def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:

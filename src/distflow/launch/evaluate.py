@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from distflow.audit.every_step.engine_weights_canary import make_canary
 from distflow.audit.record_calls_and_updates import GroupRecords
-from distflow.checks.engine_weights_canary import make_canary
 from distflow.errors import UserError
 from distflow.observe.writing.timing import Waits, lasting
 from distflow.rewards.reward_results import VALIDATION

@@ -12,9 +12,8 @@ from distflow.config.compose.yaml_settings import is_preset
 from distflow.config.derived_settings import CUSTOM, is_sharded, pipeline_name
 from distflow.data.encoded_prompts import PromptSet
 from distflow.data.rows_on_demand import reads_by_row
-from distflow.errors import UserError
+from distflow.errors import MissingColumn, UserError
 from distflow.graph import BoundPipeline
-from distflow.graph.fields import MissingColumn
 from distflow.import_target import is_ours
 from distflow.launch.check_extensions import check_extensions, explain_missing_column
 from distflow.launch.configured_models import policy_limits, tokenizer_loader
@@ -31,7 +30,7 @@ from distflow.launch.select_pipeline import bind, generates, import_user_modules
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
 from distflow.launch.user_code_trust import check_importable
 from distflow.planning.allocation_expression import follow_allocation
-from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS, WINDOW
+from distflow.scheduling.data_plan import UNKNOWN_ROWS, WINDOW
 
 _WAITS = "with async.max_staleness=0 the training thread generates, and no response is running when weights change"
 _ONE_PART = "the pipeline is one part, which has all devices: they are divided among several parts, or configs"

@@ -10,9 +10,9 @@ from distflow.data.sources import forget_rows
 from distflow.graph import BoundPipeline
 from distflow.launch.data_sets import LazyRows, num_rows_of
 from distflow.launch.device_and_threads import follow_machines
-from distflow.launch.export_checkpoint import with_models_of_runs
 from distflow.launch.fit_config_to_files import Data, fitted_to_files, follow_pipeline, read_config
 from distflow.launch.run_fingerprint_and_report_head import description, facts
+from distflow.launch.run_folders.export_checkpoint import with_models_of_runs
 from distflow.launch.select_pipeline import rebuild
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
 from distflow.launch.startup_messages import startup_lines

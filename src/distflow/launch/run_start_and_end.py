@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from distflow import __version__
-from distflow.launch.export_checkpoint import write_hf_models
+from distflow.launch.run_folders.export_checkpoint import write_hf_models
 from distflow.observe.crash_safe_files import remove_asides, sync
 from distflow.observe.report.build import report_data, write_report
 from distflow.observe.report.summary_sentences import accuracies

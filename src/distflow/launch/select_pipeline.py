@@ -12,10 +12,10 @@ from typing import cast
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.builtin_names import PIPELINES
 from distflow.config import Config, Loaded, with_changes
-from distflow.config.compose.fit_defaults import Change, NamedKey, is_free
+from distflow.config.compose.fit_defaults_to_data import Change, NamedKey, is_free
 from distflow.config.derived_settings import CUSTOM, WORKFLOW, pipeline_name, policies_of, policy_of
 from distflow.data.encoded_prompts import PROMPT_FIELDS
-from distflow.errors import UserError, blaming, hint
+from distflow.errors import MissingColumn, UserError, blaming, hint
 from distflow.graph import (
     BoundNode,
     BoundPipeline,
@@ -27,7 +27,6 @@ from distflow.graph import (
     TaskGraph,
     pipeline_from_config,
 )
-from distflow.graph.fields import MissingColumn
 from distflow.graph.graph_node import Node
 from distflow.import_target import (
     innermost,
@@ -43,7 +42,7 @@ from distflow.pipelines.nodes.objectives_from_config import may_derive_old
 from distflow.pipelines.nodes.rollout_correction import weigh_after_drift
 from distflow.pipelines.nodes.rollout_reward_filter import drop_unless, load_responses
 from distflow.pipelines.nodes.updates import train_unscored_actor, update
-from distflow.runtime.rollout_group import Group
+from distflow.runtime.group_record import Group
 from distflow.runtime.sample_queue.protocol import Submissions, WithSubmitted
 from distflow.runtime.spec import Spec
 

@@ -5,6 +5,7 @@ writes them, and their reader. A file is whole or absent, whatever is killed; `d
 import json
 import threading
 import time
+import tomllib
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -38,38 +39,8 @@ class Column(NamedTuple):
     meaning: str
 
 
-COLUMNS: Final[dict[str, Column]] = {
-    "step": Column("whole", "the training step, counted from 1: for a dropped sample the one that was being filled, "
-                   "for a validation the last one before it"),
-    "split": Column("text", "`train`, `val` or `dropped`"),
-    "fate": Column("text", "`trained`, `validated`, or `dropped: REASON`"),
-    "t": Column("number", "when the step took it, it was dropped or validated, in seconds since the epoch; the view "
-                "`groups` says when its group was started and completed"),
-    "uid": Column("text", "`GROUP-NUMBER`, the name of the sample"),
-    "group_id": Column("whole", "the number of its prompt group, as in the ledger"),
-    "domain": Column("text", "the domain of its prompt"),
-    "prompt": Column("text", "the prompt as the model saw it"),
-    "conversation": Column("json", "the turns of a workflow's episode: `owner`, `text`, `fork`, `agent`, `why`"),
-    "images": Column("json", "paths of the prompt's images, in `data/images/`"),
-    "response": Column("text", "the response"),
-    "ground_truth": Column("text", "the answer that the data gives; JSON unless it is a text"),
-    "score": Column("number", "the reward; null after a reward error"),
-    "acc": Column("number", "whether the response is correct, without penalties; null after a reward error"),
-    "reward_parts": Column("json", "the score of each part, by name"),
-    "extra": Column("json", "other results of the reward functions, as `PART/KEY`"),
-    "errors": Column("json", "reward errors"),
-    "advantage": Column("number", "the mean over the policy's tokens"),
-    "masked": Column("number", "the share of the policy's tokens that is excluded from the loss"),
-    "prompt_length": Column("whole", "tokens"),
-    "response_length": Column("whole", "tokens"),
-    "finish_reason": Column("text", "why the response ended, such as `stop` or `length`"),
-    "versions": Column("json", "the weight versions that generated the response"),
-    "dropped": Column("text", "the reason why its group was dropped"),
-    "set": Column("text", "the validation set"),
-    "kind": Column("text", "of a validation: `greedy`, `sampled`, or what was measured of given responses"),
-    "restart": Column("whole", "the start of the run that wrote it, counted from 0"),
-    "more": Column("json", "what else was recorded"),
-}  # fmt: skip
+_TABLE = tomllib.loads(Path(__file__).with_name("sample_columns.toml").read_text("utf-8"))
+COLUMNS: Final = {name: Column(*column) for name, column in _TABLE.items()}
 
 _DERIVED = ("step", "split", "fate", "group_id")
 """Not part of a row in Python: derived from the others, and from the file's name."""

@@ -153,8 +153,4 @@ def quiet_libraries() -> None:
     """Omit those lines from now on. `-W`, PYTHONWARNINGS and user code take precedence."""
     for category in _OUTDATED:
         warnings.filterwarnings("ignore", category=category, module=rf"({'|'.join(_LIBRARIES)})(\.|$)", append=True)
-    logging.getLogger(_LOGGER).addFilter(_is_wanted)
-
-
-def _is_wanted(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR or not str(record.msg).startswith(_LOGGED)
+    logging.getLogger(_LOGGER).addFilter(lambda r: r.levelno >= logging.ERROR or not str(r.msg).startswith(_LOGGED))

@@ -6,8 +6,8 @@ from distflow.config.keys.algorithm import is_on
 from distflow.errors import UserError
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
-from distflow.pipelines.grpo import estimate_advantages, prepare_training_data
 from distflow.pipelines.nodes import embodied_rewards
+from distflow.pipelines.policy_gradient import estimate_advantages, prepare_training_data
 
 
 def embodied_srpo_pipeline(config: Config | None = None) -> TaskGraph:

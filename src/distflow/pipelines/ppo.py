@@ -2,7 +2,7 @@
 
 from distflow.config import Config, preset_config
 from distflow.graph import Pipeline, TaskGraph
-from distflow.pipelines.grpo import policy_gradient
+from distflow.pipelines.policy_gradient import policy_gradient
 
 
 def ppo_pipeline(config: Config | None = None) -> TaskGraph:

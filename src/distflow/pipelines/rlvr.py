@@ -3,7 +3,7 @@
 from distflow.config import Config, preset_config
 from distflow.config.derived_settings import reads_values
 from distflow.graph import Pipeline, TaskGraph
-from distflow.pipelines.grpo import policy_gradient
+from distflow.pipelines.policy_gradient import policy_gradient
 
 
 def rlvr_pipeline(config: Config | None = None) -> TaskGraph:

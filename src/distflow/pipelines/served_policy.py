@@ -16,8 +16,7 @@ from distflow.data.episode_event_hook import on_token
 from distflow.data.sample import Segment
 from distflow.environments.chat import Chat, Limits
 from distflow.environments.endpoint import Endpoint
-from distflow.environments.endpoint_call_types import Answer, Call
-from distflow.environments.endpoint_conversations import Conversations
+from distflow.environments.endpoint_calls_and_conversations import Answer, Call, Conversations
 from distflow.environments.turn_encoding import TurnTokens
 from distflow.pipelines.nodes.rollout_reward_filter import policy_segment
 from distflow.pipelines.nodes.workflow_rollout import template_kwargs

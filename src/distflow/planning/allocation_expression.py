@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES, RolloutEngineEntry, TrainEngineEntry
 from distflow.config import Config, Loaded, with_changes
-from distflow.config.compose.fit_defaults import is_free
+from distflow.config.compose.fit_defaults_to_data import is_free
 from distflow.errors import UserError, hint
 from distflow.graph.node_spec import ENGINES
 from distflow.planning.plan import Axis, Sizes

@@ -29,7 +29,7 @@ USABLE = 0.94
 _BUCKET = 2**28  # as runtime/weight_sync/sender.py
 _CHUNK = {"cpu": 2**25, "gpu": 2**27}  # logits, as models/log_probs.py
 _MICRO = {"cpu": 4096, "gpu": 16384}  # tokens, as training/torch_engine.py
-_FREE: tuple[Phase, ...] = ("forward", "update", "optimizer", "sync")
+_TRAINED: tuple[Phase, ...] = ("forward", "update")
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class _Needs:
 
     def _computing(self, role: str, parts: int) -> Iterator[MemoryItem]:
         """Copies of weights that exist while they compute: gathered layers, or casts by autocast."""
-        shape, phases = self.shapes[role], _used_by(role)
+        shape, phases = self.shapes[role], _TRAINED if role in ("actor", "critic") else _TRAINED[:1]
         if is_sharded(self.config) and parts > 1:
             layer = shape.attention_weights + shape.expert_weights * max(shape.experts, 1)
             gathered = 2 * layer + shape.head_weights * (2 - shape.tied)
@@ -267,10 +267,6 @@ class _Needs:
         idle = trains and self.config.async_.max_staleness == 0 and settings.name == "embedded"
         yield MemoryItem("rollout", "KV cache", kv, ("generate",) if idle else kept)
         yield MemoryItem("rollout", "logits", 4 * 3 * running * shape.vocabulary / own.tensor, ("generate",))
-
-
-def _used_by(role: str) -> tuple[Phase, ...]:
-    return ("forward", "update") if role in ("actor", "critic") else ("forward",)
 
 
 def running_responses(config: Config, engines: int) -> int:

@@ -20,10 +20,10 @@ from distflow.errors import UserError, count_of
 from distflow.planning.memory import sizes_of
 from distflow.planning.predicted_run import REWARDS, SYNC, Lengths, PredictedRun
 from distflow.scheduling.coordinator import Coordinator
+from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.group_states import Places, PromptGroup
 from distflow.scheduling.groups_by_rollout_worker import GroupsByWorker
 from distflow.scheduling.ledger import Ledger
-from distflow.scheduling.row_order_and_step_sizes import DataPlan
 
 MOST_EVENTS = 50_000_000
 FILTERED = "filtered"

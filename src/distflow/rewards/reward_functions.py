@@ -144,7 +144,7 @@ def find_fault(function: Callable[..., object]) -> str:
 
 def is_batched(function: Callable[..., object]) -> bool:
     """Whether it takes lists, with an entry for each response to a prompt."""
-    return any(name in BATCHED for name in inspect.signature(function).parameters)
+    return any(name in BATCHED for name in _parameters(function))
 
 
 def takes_groups(function: Callable[..., object]) -> bool:
@@ -168,7 +168,7 @@ def call(function: Callable[..., object], arguments: Mapping[str, object]) -> ob
     """Call it by keyword with those of `PARAMETERS` that it takes, and with the prompt and the conversation if it takes
     ones that exist."""
     accepted = {name: arguments[name] for name in _accepted(function, PARAMETERS)}
-    taken = inspect.signature(function).parameters
+    taken = _parameters(function)
     return function(**accepted, **{name: arguments[name] for name in _PLURALS if name in arguments and name in taken})
 
 
@@ -176,7 +176,7 @@ def call_batched(function: Callable[..., object], asked: Sequence[Mapping[str, o
     """Call it by keyword with lists for those of `PARAMETERS` whose plural it takes, and of others as `call`."""
     lists = {name: [arguments[BATCHED[name]] for arguments in asked] for name in _accepted(function, tuple(BATCHED))}
     for name, plural in _PLURALS.items():
-        if plural in inspect.signature(function).parameters and all(name in arguments for arguments in asked):
+        if plural in _parameters(function) and all(name in arguments for arguments in asked):
             lists[plural] = [arguments[name] for arguments in asked]
     return function(**lists)
 
@@ -287,10 +287,23 @@ def _fault_of_options(function: Callable[..., object], values: Mapping[str, obje
 
 
 def _accepted(function: Callable[..., object], names: tuple[str, ...]) -> tuple[str, ...]:
-    parameters = inspect.signature(function).parameters
+    parameters = _parameters(function)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return names
     return tuple(name for name in names if name in parameters)
+
+
+def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    """Kept, because they are looked up for each call, and `inspect` takes as long as a short reward function."""
+    try:
+        return _kept_parameters(function)
+    except TypeError:  # an object without a hash
+        return inspect.signature(function).parameters
+
+
+@functools.cache
+def _kept_parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
 
 
 def _digest(data: bytes) -> str:

@@ -150,7 +150,9 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         for ((_, name), of_these), reward_results in zip(asked.items(), answered, strict=True):
             for i, reward_result in zip(of_these, reward_results, strict=True):
                 parts[i][name] = reward_result
-        return [self._outcome(sample, found) for sample, found in zip(samples, parts, strict=True)]
+        found = [self._outcome(sample, of_it) for sample, of_it in zip(samples, parts, strict=True)]
+        self.call_counts.add(RewardCounts.joined([counts for _, counts in found]))
+        return [outcome for outcome, _ in found]
 
     async def _ask(self, domain: str, name: str, samples: Sequence[Sample]) -> list[RewardResult]:
         """Results of one function for samples of the domain; failed calls are retried according to its `Patience`."""
@@ -188,7 +190,7 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
                     reward_results[i] = reward_result
         return reward_results
 
-    def _outcome(self, sample: Sample, parts: dict[str, RewardResult]) -> RewardOutcome:
+    def _outcome(self, sample: Sample, parts: dict[str, RewardResult]) -> tuple[RewardOutcome, RewardCounts]:
         """The weighted sum of the parts and the overlong penalty. If a part has no score, the sample has none."""
         weights = {part.name: part.weight for part in self.functions_of(sample.domain)}
         scores = {name: part for name, part in parts.items() if isinstance(part, Score)}
@@ -203,8 +205,7 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         failed = not isinstance(outcome.reward_result, Score)
         first = f"{outcome.reward_result} (domain '{sample.domain}')" if failed else ""
         counts = RewardCounts(1, int(failed), first, _counts(parts, sample.domain))
-        self.call_counts.add(RewardCounts(counts=counts.counts) if in_episode.get() else counts)
-        return outcome
+        return outcome, RewardCounts(counts=counts.counts) if in_episode.get() else counts
 
     def _add(self, counts: Mapping[str, float]) -> None:
         self.call_counts.add(RewardCounts(counts=counts))

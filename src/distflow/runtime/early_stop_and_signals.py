@@ -66,7 +66,7 @@ class MetricStop:
     """Ends a run at a metric's value, on the rank that has the metrics of all ranks. condition: None for never."""
 
     def __init__(self, condition: str | None, warn: Callable[[str], None]) -> None:
-        from distflow.config.keys.trainer_async_dag import StopCondition  # not at every command's start
+        from distflow.config.keys.trainer_async_and_trust import StopCondition  # not at every command's start
 
         self.condition, self._warn = None if condition is None else StopCondition.of(condition), warn
         self._seen, self._has_warned = set[str](), False

@@ -21,8 +21,8 @@ from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps, episode_results, score_samples
 from distflow.runtime.generation_batches import EarlyStop, Rounds, cancel
+from distflow.runtime.group_record import Group, accuracy_of, finished_group
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_group import Group, accuracy_of, finished_group
 from distflow.runtime.run_errors_and_limits import Failure, NodeError
 from distflow.runtime.sample_queue.protocol import AbortedGroups, DroppedGroup, SampleQueuePort
 from distflow.runtime.spec import Spec

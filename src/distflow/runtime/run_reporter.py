@@ -19,7 +19,7 @@ import torch
 from distflow.algorithms.normalization_filters_and_weights import TOO_FEW_SCORES
 from distflow.config import to_dict
 from distflow.data.batch import Batch
-from distflow.data.random_states import device_module
+from distflow.data.global_random_states import device_module
 from distflow.errors import UserError, count_of
 from distflow.observe.crash_safe_files import encode, replacing, write_atomically
 from distflow.observe.report.build import write_report

@@ -19,7 +19,7 @@ from types import coroutine
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from distflow.data import random_states
+from distflow.data import global_random_states
 from distflow.errors import UserError
 from distflow.import_target import LoadError, is_async, users_code
 from distflow.observe.writing.timing import group_waits
@@ -58,7 +58,7 @@ class PlainCalls:
         async with self.turn:
             self.caller = asyncio.current_task()
             try:
-                with random_states.lent(partial(random_states.seed, *identity)):
+                with global_random_states.lent(partial(global_random_states.seed, *identity)):
                     return await _in_a_thread(function, deadline_s)
             finally:
                 self.caller = None
@@ -118,7 +118,7 @@ class _Strand:
         self, turn: asyncio.Lock, identity: tuple[object, ...], clock: _Clock, tasks: "WeakSet[asyncio.Task[Any]]"
     ) -> None:
         self.turn, self.identity, self.clock, self.tasks = turn, identity, clock, tasks
-        self.drawn: random_states.States | None = None
+        self.drawn: global_random_states.States | None = None
         self._num_children = 0
 
     def child(self) -> "_Strand":
@@ -127,9 +127,9 @@ class _Strand:
 
     def set_generators(self) -> None:
         if self.drawn is None:
-            random_states.seed(*self.identity)
+            global_random_states.seed(*self.identity)
         else:
-            random_states.put_back(self.drawn)
+            global_random_states.put_back(self.drawn)
 
 
 _strand: ContextVar[_Strand | None] = ContextVar("strand", default=None)
@@ -252,11 +252,11 @@ def _steps(work: Work[T], strand: _Strand) -> Generator[Any, Any, T]:
             resume = partial(work.throw, err)
             continue
         try:
-            with random_states.lent(strand.set_generators):
+            with global_random_states.lent(strand.set_generators):
                 try:
                     waits_for = resume()
                 finally:
-                    strand.drawn = random_states.states()
+                    strand.drawn = global_random_states.states()
         except StopIteration as end:
             return end.value
         finally:
@@ -304,7 +304,7 @@ class Caller:
             return
         own = getattr(function, "__name__", type(function).__name__)
         try:
-            with users_code(f"{name}: {own} raised"), self._timed(), random_states.lent():
+            with users_code(f"{name}: {own} raised"), self._timed(), global_random_states.lent():
                 function(step, result)
         except LoadError as error:
             self._warn(f"{error}; the run continues")

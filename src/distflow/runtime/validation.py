@@ -17,8 +17,8 @@ from distflow.rollout.engine import SamplingParams
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import StepAuditor
 from distflow.runtime.compiled_node import Contexts
+from distflow.runtime.group_record import Group
 from distflow.runtime.resources import Offload
-from distflow.runtime.rollout_group import Group
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.rollout_services import RolloutServices
 from distflow.runtime.run_errors_and_limits import NodeError, warn_of_errors

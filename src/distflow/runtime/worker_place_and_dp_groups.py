@@ -3,16 +3,17 @@
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
+from distflow.data.bin_packing import divide_step
 from distflow.errors import UserError
 from distflow.planning.plan import Layout, Plan, Sizes
 from distflow.runtime.spec import Spec
-from distflow.scheduling.bin_packing import DpGroupShares
+from distflow.scheduling.data_plan import minibatches
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,31 @@ def kept_share(plan: Plan, dp_groups: Sequence[tuple[int, ...]], rank: int) -> t
     """Which share of a step's samples this rank writes, and the number of shares; the first dp group writes them."""
     keepers = with_samples(plan, dp_groups[0])
     return (keepers.index(rank), len(keepers)) if rank in keepers else None
+
+
+@dataclass(frozen=True)
+class DpGroupShares:
+    """Ranks that train the same nodes on every step.
+
+    shares: which part of a step each rank takes, from 0; ranks that hold parts of the same tensors take the same.
+    mini_batch: groups of an optimizer step, drawn by `seed` in each pass; None if a step has one. epochs: passes over a
+    step.
+    """
+
+    shares: tuple[int, ...] = (0,)
+    mini_batch: int | None = None
+    seed: int = 0
+    epochs: int = 1
+
+
+def divide_among_ranks(
+    dp_group: DpGroupShares, loads: Sequence[int], numbers: Sequence[int], step: int
+) -> Iterator[list[int]]:
+    """For each rank of the dp group, which of the step's groups it takes."""
+    size = dp_group.mini_batch or len(numbers)
+    passes = [minibatches(len(numbers), numbers, size, dp_group.seed, step, epoch) for epoch in range(dp_group.epochs)]
+    parts = divide_step(loads, passes, max(dp_group.shares) + 1)
+    return (parts[share] for share in dp_group.shares)
 
 
 def queue_dp_group(spec: Spec, ranks: Sequence[int]) -> DpGroupShares:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from math import ceil
 
+from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.group_states import CountsError
-from distflow.scheduling.row_order_and_step_sizes import DataPlan
 from distflow.scheduling.sample_queue import SampleQueue
 
 

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 from distflow.scheduling.admission import Admission
 from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy, Skips
+from distflow.scheduling.data_plan import DataPlan, NextGroups, Timetable
 from distflow.scheduling.domain_quotas import DomainShares
 from distflow.scheduling.group_states import CountsError, GroupCounts, PromptGroup, Version, counts_by_domain
 from distflow.scheduling.ledger import STALE, Ledger, Mark
-from distflow.scheduling.row_order_and_step_sizes import DataPlan, NextGroups, Timetable
 from distflow.scheduling.sample_queue import SampleQueue
 from distflow.scheduling.snapshot import (
     Snapshot,

@@ -10,7 +10,7 @@ from math import lcm
 from typing import Any
 
 from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy, Curriculum
-from distflow.scheduling.row_order_and_step_sizes import DataPlan
+from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.snapshot import SavedShares, Snapshot
 
 Shares = Sequence[Fraction]

@@ -119,7 +119,6 @@ class SampleQueue:
         return self._groups[number]
 
     def queue_of(self, number: int) -> DomainQueue:
-        """The domain queue of a group in the queue."""
         return self.domain_queues[self._groups[number].domain]
 
     def issue(self, prompt_group: PromptGroup) -> None:

@@ -7,8 +7,8 @@ from typing import Any, NotRequired, TypedDict
 
 from distflow.errors import UserError
 from distflow.scheduling.curriculum_and_difficulty_filter import SavedCurriculum, SavedSkips
+from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.group_states import DomainCounts, GroupCounts, GroupState, PromptGroup
-from distflow.scheduling.row_order_and_step_sizes import DataPlan
 
 _IDENTITY = ("group_id", "epoch", "row", "group_size", "version", "attempt", "stream", "position")
 _identity = attrgetter(*_IDENTITY)

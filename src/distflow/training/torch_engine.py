@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedTokenizerBase
 
 from distflow.data.batch import Batch
+from distflow.data.bin_packing import pack
 from distflow.data.preference_pairs import encode_text, messages_of
 from distflow.device_transfer import read_numbers, send
 from distflow.errors import UserError
@@ -25,7 +26,6 @@ from distflow.models.lora import adapter_off, named_weights, unwrapped
 from distflow.models.packed_forward import ModelInputs
 from distflow.models.sharding import device_of, fill, whole
 from distflow.models.shared_prefixes_and_buckets import shared_prefixes
-from distflow.scheduling.bin_packing import pack
 from distflow.training import engine
 from distflow.training.optimizer import Schedule, load_optimizer_state, move_optimizer_state, optimizer_state
 

@@ -14,8 +14,17 @@ from pathlib import Path
 
 import torch
 
-from distflow.commands.selftest.run_numbers import RECORDED, Figures, Recorded, Step, is_update, step_of
-from distflow.commands.selftest.runs import PRESET_KEYS, REPLAYED, Lab
+from distflow.commands.selftest.runs import (
+    PRESET_KEYS,
+    RECORDED,
+    REPLAYED,
+    Figures,
+    Lab,
+    Recorded,
+    Step,
+    is_update,
+    step_of,
+)
 from distflow.config import load_config
 from distflow.data.batch import Batch
 from tests.e2e.reference_loop import ReferenceLoop, read_step

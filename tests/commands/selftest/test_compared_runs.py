@@ -11,9 +11,9 @@ import torch
 
 from distflow.cli import main
 from distflow.cluster.ray_launcher import own_ray
-from distflow.commands.selftest import compared_runs, run_numbers, runs
+from distflow.commands.selftest import compared_runs, runs
 from distflow.commands.selftest.compared_runs import Row, compare, of_paths, of_workers
-from distflow.commands.selftest.run_numbers import RECORDED, Recorded, read_recorded
+from distflow.commands.selftest.runs import RECORDED, Recorded, read_recorded
 from distflow.observe.run_reader import read_metrics
 from distflow.rollout import engine_weights
 from distflow.rollout.embedded import engine
@@ -117,7 +117,7 @@ def test_a_wrong_figure_turns_the_command_red(
     wrong = replace(step, updates={**step.updates, "actor/loss": step.updates["actor/loss"] + 1e-4})
     figures = replace(pipeline.figures, steps=[wrong, *pipeline.figures.steps[1:]])
     write_recorded(tmp_path / "wrong.json", {"grpo": replace(pipeline, figures=figures)})
-    monkeypatch.setattr(run_numbers, "RECORDED", tmp_path / "wrong.json")
+    monkeypatch.setattr(runs, "RECORDED", tmp_path / "wrong.json")
     original = compared_runs.of_paths
     monkeypatch.setattr(compared_runs, "of_paths", lambda *arguments: original(*arguments)[:2])
     monkeypatch.setattr(compared_runs, "is_installed", lambda: False)

@@ -9,17 +9,18 @@ import pytest
 import torch
 
 from distflow.commands.selftest.compared_runs import TOLERANCE
-from distflow.commands.selftest.run_numbers import (
+from distflow.commands.selftest.runs import (
+    PRESET_KEYS,
     RECORDED,
     Differences,
     Figures,
+    Lab,
     Recorded,
     Step,
     Unlike,
     differences,
     read_recorded,
 )
-from distflow.commands.selftest.runs import PRESET_KEYS, Lab
 from tests.commands.selftest.record import reference, write_recorded
 
 STEP = Step([[5, 6], [7]], [[-0.5, -4.0], [-1.0]], [[-0.5, -4.0], [-1.0]], [0.5, 0.0], {"actor/loss": 0.25})

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from distflow.commands.dashboard import PAGES
+from distflow.commands.dashboard_and_watch import PAGES
 from distflow.data.batch import Batch
 from distflow.observe.crash_safe_files import encode
 from distflow.observe.writing.run_folder import RunFolder

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.rewards.math.bounds import MAX_BITS, is_affordable
+from distflow.rewards.math.formula_equality import MAX_BITS, is_affordable
 
 NUMBERS = st.integers(0, 60).map(lambda n: (str(n), n))
 FORMULAS = st.recursive(

@@ -2,6 +2,8 @@
 
 import json
 import threading
+from array import array
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +23,11 @@ def honest(path: str, asked: dict[str, Any], answer: Any) -> Any:
     return answer
 
 
+def name_of(asked: dict[str, Any]) -> str:
+    """Under which a request's log-probs are kept."""
+    return str(asked["sampling_params"]["extra_args"]["distflow"]["name"])
+
+
 class Server(ThreadingHTTPServer):
     """lie: may be changed while it runs. label, hashes: of the weights that it says it has."""
 
@@ -31,6 +38,7 @@ class Server(ThreadingHTTPServer):
         self.lie: Lie = honest
         self.label, self.hashes = "default", dict[str, str]()
         self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.drawn = dict[str, list[list[float]]]()  # three numbers per token of each sample, by the request's name
         self.released = threading.Event()  # what stalls ends then
 
     @property
@@ -52,22 +60,28 @@ class Server(ThreadingHTTPServer):
             self.hashes = {}
             for file in asked["args"][0]:
                 self.hashes |= stripe_hashes(load_file(file).items())
+        if path == "/collective_rpc" and asked["method"] == "distflow_take_drawn":
+            drawn = [self.drawn.pop(name)[:number] for name, number in asked["args"][0].items()]
+            return {"results": [[[b64encode(array("d", each)).decode() for each in one] for one in drawn]]}
+        if path == "/collective_rpc" and asked["method"] == "distflow_count":
+            return {"results": ["0"]}
         if path == "/collective_rpc":
             return {"results": [self.hashes]}
+        if path == "/reset_prefix_cache":
+            return {"success": True}
         if path == "/update_weight_version":
             self.label = asked["new_version"]
         if path == "/inference/v1/generate":
             length, params = asked["sampling_params"]["max_tokens"], asked["sampling_params"]
             choices = [self._choice(index, length) for index in range(params["n"])]
+            self.drawn[name_of(asked)] = [[7, -1.0, -0.5] * length for _ in choices]
             return {"choices": choices, "prompt_token_ids": asked["token_ids"]}
         return {}
 
     def _choice(self, index: int, length: int) -> dict[str, Any]:
-        entry = {"token_id": 7, "logprob": -1.0, "top_logprobs": [{"logprob": -1.0}, {"logprob": -0.5}]}
         return {
             "index": index,
             "token_ids": [7] * length,
-            "logprobs": {"content": [json.loads(json.dumps(entry)) for _ in range(length)]},
             "weight_versions": [{"version": self.label, "start": 0, "end": length}],
             "finish_reason": "length",
         }

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -19,12 +20,13 @@ from distflow.rollout.servers.vllm_engine import VllmEngine
 from distflow.runtime.weight_sync.protocol import check_receipt
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import DEADLINE_S, FIRST, make_model, request_of
-from tests.rollout.servers.lying_server import Server, serving
+from tests.rollout.servers.lying_server import Server, honest, name_of, serving
 from tests.rollout.servers.sglang_server import Running
 from tests.tiny_models import tiny_tokenizer
 
 GENERATE = "/inference/v1/generate"
-Change = Callable[[dict[str, Any]], object]
+Change = Callable[[dict[str, Any], list[float]], object]
+"""Of a choice, and of the three numbers per token that were drawn for it: the token, and its log-probs."""
 
 
 @pytest.fixture
@@ -50,45 +52,43 @@ def request(**params: Any) -> GenerateRequest:
     return request_of((5, 6), (0, 1), **{"max_tokens": 4, **params})
 
 
-def lie_about_first(change: Change) -> Callable[[str, dict[str, Any], Any], Any]:
-    """Of the samples that are generated."""
+def lie_about_first(server: Server, change: Change) -> None:
+    """Of the samples that are generated from now on."""
 
     def lie(path: str, asked: dict[str, Any], answer: Any) -> Any:
         if path == GENERATE:
-            change(answer["choices"][0])
+            change(answer["choices"][0], server.drawn[name_of(asked)][0])
         return answer
 
-    return lie
+    server.lie = lie
 
 
-def log_prob_of(value: float) -> Change:
-    return lambda choice: choice["logprobs"]["content"][1].update(logprob=value)
+def set_number(place: int, value: float) -> Change:
+    return lambda choice, drawn: drawn.__setitem__(place, value)
 
 
-def set_tokens(choice: dict[str, Any], token: object) -> None:
-    for number, entry in enumerate(choice["logprobs"]["content"]):
-        choice["token_ids"][number] = entry["token_id"] = token
+def set_tokens(choice: dict[str, Any], drawn: list[float], token: int) -> None:
+    choice["token_ids"][:], drawn[::3] = [token] * 4, [token] * 4
 
 
 LIES: dict[str, tuple[Change, str]] = {
-    "NaN": (log_prob_of(float("nan")), "invalid log-probs"),
-    "NaN as vLLM writes it": (log_prob_of(-9999.0), "invalid log-probs"),
-    "above 0": (log_prob_of(0.3), "invalid log-probs"),
-    "no log-probs": (lambda choice: choice.update(logprobs=None), "in a form that its interface"),
-    "too few log-probs": (lambda choice: choice["logprobs"]["content"].pop(), "4 tokens with 3 and 3 log-probs"),
-    "one log-prob a token": (
-        lambda choice: choice["logprobs"]["content"][0]["top_logprobs"].pop(),
-        "in a form that its interface",
-    ),
-    "a token too many": (lambda choice: choice["token_ids"].append(7), "5 tokens with 4 and 4 log-probs"),
-    "no such token": (lambda choice: set_tokens(choice, 99), "a token 99"),
-    "a token as text": (lambda choice: set_tokens(choice, "7"), "a token '7'"),
-    "log-probs of other tokens": (lambda choice: choice["token_ids"].__setitem__(0, 8), "of other tokens"),
-    "older weights": (lambda choice: choice["weight_versions"][0].update(version="0.2"), "weights '0.2'"),
-    "weights of no version": (lambda choice: choice.update(weight_versions=None), "and 0 versions"),
-    "versions for a part": (lambda choice: choice["weight_versions"][0].update(end=3), "and 3 versions"),
-    "too few tokens": (lambda choice: choice.update(token_ids=[7, 7]), "of other tokens"),
-    "no end": (lambda choice: choice.clear(), "in a form that its interface"),
+    "NaN": (set_number(4, float("nan")), "invalid log-probs"),
+    "minus infinity": (set_number(5, float("-inf")), "invalid log-probs"),
+    "above 0": (set_number(4, 0.3), "invalid log-probs"),
+    "no log-probs": (lambda choice, drawn: drawn.clear(), "4 tokens with 0 and 0 log-probs"),
+    "too few log-probs": (lambda choice, drawn: drawn.__delitem__(slice(3)), "4 tokens with 3 and 3 log-probs"),
+    "one log-prob a token": (lambda choice, drawn: drawn.__delitem__(slice(2, None, 3)), "of other tokens"),
+    "a number too few": (lambda choice, drawn: drawn.pop(), "4 tokens with 4 and 3 log-probs"),
+    "a token that is no number": (set_number(0, float("nan")), "in a form that its interface"),
+    "log-probs of other tokens": (set_number(3, 8), "of other tokens"),
+    "a token too many": (lambda choice, _: choice["token_ids"].append(7), "5 tokens with 4 and 4 log-probs"),
+    "no such token": (lambda choice, drawn: set_tokens(choice, drawn, 99), "a token 99"),
+    "a token as text": (lambda choice, _: choice.update(token_ids=["7"] * 4), "of other tokens"),
+    "older weights": (lambda choice, _: choice["weight_versions"][0].update(version="0.2"), "weights '0.2'"),
+    "weights of no version": (lambda choice, _: choice.update(weight_versions=None), "and 0 versions"),
+    "versions for a part": (lambda choice, _: choice["weight_versions"][0].update(end=3), "and 3 versions"),
+    "too few tokens": (lambda choice, _: choice.update(token_ids=[7, 7]), "2 tokens with 2 and 2 log-probs, and 4"),
+    "no end": (lambda choice, _: choice.clear(), "in a form that its interface"),
 }
 
 
@@ -101,7 +101,7 @@ def test_a_response_that_cannot_be_true(server: Server, name: str) -> None:
         (honest, _) = (await engine.generate(request())).generations
         assert (honest.token_ids, honest.versions, honest.finish_reason) == ([7] * 4, [3] * 4, "length")
         assert (honest.rollout_log_probs, honest.sampling_log_probs) == ([-1.0] * 4, [-0.5] * 4)
-        server.lie = lie_about_first(change)
+        lie_about_first(server, change)
         with pytest.raises(TrustError) as error:
             await engine.generate(request())
         assert said in str(error.value) and server.url in str(error.value)
@@ -116,14 +116,72 @@ def test_tokens_behind_a_stop_are_cut_off(server: Server) -> None:
         (cut, _) = (await engine.generate(request(stop_token_ids=(7,)))).generations
         assert (cut.token_ids, len(cut.rollout_log_probs), cut.versions, cut.finish_reason) == ([7], 1, [0], "stop")
 
-        def shorten(choice: dict[str, Any]) -> None:
-            for values in (choice["token_ids"], choice["logprobs"]["content"]):
-                del values[2:]
+        def shorten(choice: dict[str, Any], _: object) -> None:
+            del choice["token_ids"][2:]
             choice["weight_versions"][0]["end"] = 2
 
-        server.lie = lie_about_first(shorten)
+        lie_about_first(server, shorten)
         with pytest.raises(TrustError, match="ends by 'length' after 2 of 4 tokens"):
             await engine.generate(request())
+
+    run(make(server.url), story)
+
+
+@pytest.mark.parametrize(
+    "results", [[[["AAAA"] * 2]], [[["-1.0, -0.5"] * 2]], [[[None] * 2]], [[[""]]], [[]], [], None], ids=str
+)
+def test_log_probs_that_are_no_numbers(server: Server, results: Any) -> None:
+    async def story(engine: VllmEngine) -> None:
+        answer = {"results": results}
+        server.lie = lambda path, asked, true: answer if asked.get("method") == "distflow_take_drawn" else true
+        with pytest.raises(TrustError, match="in a form that its interface"):
+            await engine.generate(request())
+
+    run(make(server.url), story)
+
+
+def test_requests_that_end_together_are_taken_together(server: Server) -> None:
+    """While the numbers of the first one are on their way."""
+
+    async def story(engine: VllmEngine) -> None:
+        first = threading.Event()
+
+        def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
+            if asked.get("method") == "distflow_take_drawn" and not first.is_set():
+                first.set()
+                server.released.wait(DEADLINE_S)
+            return true
+
+        server.lie = lie
+        tasks = [asyncio.create_task(engine.generate(request()))]
+        while not first.is_set():
+            await asyncio.sleep(0.01)
+        tasks += [asyncio.create_task(engine.generate(request())) for _ in range(5)]
+        while len(engine._ended) < 5:
+            await asyncio.sleep(0.01)
+        server.released.set()
+        for result in await asyncio.gather(*tasks):
+            assert [each.rollout_log_probs for each in result.generations] == [[-1.0] * 4] * 2
+        taken = [asked["args"][0] for _, asked in server.asked if asked.get("method") == "distflow_take_drawn"]
+        assert [len(each) for each in taken] == [1, 5]
+
+    run(make(server.url), story)
+
+
+def test_numbers_of_requests_that_nobody_wants_are_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the next ones that are taken."""
+    monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
+
+    async def story(engine: VllmEngine) -> None:
+        server.lie = lambda path, asked, true: 404 if path == GENERATE else true
+        with pytest.raises(ServerFailed):
+            await engine.generate(request())
+        (failed,) = server.drawn
+        server.lie = honest
+        for _ in range(2):
+            await engine.generate(request())
+        taken = [asked["args"] for _, asked in server.asked if asked.get("method") == "distflow_take_drawn"]
+        assert [abandoned for _, abandoned in taken] == [[failed], []]
 
     run(make(server.url), story)
 
@@ -231,6 +289,12 @@ def test_a_server_that_cannot_load_the_weights(server: Server, monkeypatch: pyte
         run(make(server.url), lambda engine: asyncio.sleep(0))
 
 
+def test_a_server_that_keeps_its_cache_below_new_weights(server: Server) -> None:
+    server.lie = lambda path, asked, true: {"success": False} if path == "/reset_prefix_cache" else true
+    with pytest.raises(ServerFailed, match="does not clear its cache"):
+        run(make(server.url), lambda engine: asyncio.sleep(0))
+
+
 def test_weights_that_do_not_fit_are_not_sent(server: Server) -> None:
     async def story(engine: VllmEngine) -> None:
         weights, asked = list(engine.model.named_parameters()), len(server.asked)
@@ -269,7 +333,7 @@ def test_one_to_which_no_connection_leads_is_found_by_no_open_request(
 
         def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
             is_gone = [each for each, _ in server.asked].count(GENERATE) == 1
-            if is_gone and path == "/is_paused":
+            if is_gone and asked.get("method") == "distflow_count":
                 return None
             return server.released.wait(DEADLINE_S) if is_gone and path == GENERATE else true
 

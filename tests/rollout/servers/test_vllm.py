@@ -61,7 +61,10 @@ def do() -> Iterator[Do]:
 
 @pytest.fixture(scope="module")
 def entered(do: Do) -> Iterator[VllmEngine]:
-    engine = VllmEngine(model_of(0), tiny_tokenizer(), version=FIRST, python=str(PYTHON), num_threads=1)
+    counts = {"disable_log_stats": None}
+    engine = VllmEngine(
+        model_of(0), tiny_tokenizer(), version=FIRST, python=str(PYTHON), num_threads=1, engine_kwargs=counts
+    )
     do(engine.__aenter__())
     yield engine
     process = engine._process

@@ -53,13 +53,14 @@ def command(folder: Path, python: str, **options: Any) -> tuple[list[str], dict[
 
 def test_options_of_vllms_own_reach_its_command_line(tmp_path: Path) -> None:
     python = interpreter(tmp_path, "echo vllm==0.32.0")
-    own = {"max_model_len": 64, "enable_prefix_caching": False, "override_generation_config": {"a": 1}}
+    own = {"max_model_len": 64, "enable_prefix_caching": False, "override_generation_config": {"a": 1}, "seed": None}
     words, env = command(tmp_path, python, engine_kwargs=own, max_num_seqs=3, enforce_eager=True)
     assert words[:3] == [python, "-m", "vllm.entrypoints.openai.api_server"]
     options = dict(zip(words, words[1:], strict=False))
     assert options["--max-model-len"] == "64" and options["--override-generation-config"] == '{"a": 1}'
     assert options["--max-num-seqs"] == "3" and options["--uds"] == str(tmp_path / "socket")
     assert "--enforce-eager" in words and "--no-enable-prefix-caching" in words
+    assert "--seed" not in words and "--disable-log-stats" in words
     assert "OMP_NUM_THREADS" not in env and (tmp_path / "model/tokenizer.json").exists()
 
 

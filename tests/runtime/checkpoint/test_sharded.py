@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from distflow.data import random_states
-from distflow.launch.export_checkpoint import export_checkpoint
+from distflow.data import global_random_states
+from distflow.launch.run_folders.export_checkpoint import export_checkpoint
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointError, CheckpointStore
 from distflow.runtime.checkpoint.save_and_restore import restore, saved_parts
 from distflow.runtime.checkpoint.saver import Saver
@@ -139,11 +139,11 @@ def test_of_replicas_one_writes(on_four: Path) -> None:
 def test_a_rank_draws_on_where_it_stood_and_a_new_one_from_its_seed(on_two: Path, on_four: Path) -> None:
     for rank in (0, 1):
         assert told(on_four, rank) == told(on_two, rank)
-    before = random_states.states()
+    before = global_random_states.states()
     for rank in (2, 3):
-        random_states.seed("run", SEED, 1, rank)
+        global_random_states.seed("run", SEED, 1, rank)
         assert told(on_four, rank) == draws()
-    random_states.put_back(before)
+    global_random_states.put_back(before)
     assert len({json.dumps(told(on_four, rank)) for rank in range(4)}) == 4
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from distflow.data.bin_packing import divide_step
 from distflow.observe.writing.timing import Waits
 from distflow.runtime.sample_queue.protocol import DroppedGroup, FinishedGroup, NewWorkers, TrainingStep
 from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
-from distflow.scheduling.bin_packing import DpGroupShares, divide_step
+from distflow.runtime.worker_place_and_dp_groups import DpGroupShares
+from distflow.scheduling.data_plan import minibatches
 from distflow.scheduling.group_states import PromptGroup
-from distflow.scheduling.row_order_and_step_sizes import minibatches
 from tests.runtime.groups import coordinator
 
 TOKENS = (40, 10, 30, 20, 25, 5)

@@ -1,7 +1,6 @@
 """PPO's clipped loss (arXiv:1707.06347) with clip-higher (DAPO, arXiv:2503.14476) and dual clip (arXiv:1912.09729), and
 its relatives.
 
-- CISPO: a clipped, gradient-free importance weight on every token's log-prob (MiniMax 2025, arXiv:2506.13585).
 - GSPO: one ratio a sequence (Zheng et al. 2025, arXiv:2507.18071).
 - GMPO: geometric mean of the ratios (Zhao et al. 2025, arXiv:2507.20673).
 - DPPO: a token is excluded if the policy moved too far in probability, not in ratio (arXiv:2602.04879), by the binary
@@ -58,28 +57,6 @@ def compute_vanilla_loss(
     advantages = under_mask(advantages, loss_mask)
     loss, stats = clipped_surrogate(difference.exp(), advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
     return loss, stats | {"ppo_kl": -difference.detach()}
-
-
-@register_policy_loss("cispo")
-def compute_cispo_loss(
-    log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    old_log_probs: Tensor | None = None,
-    *,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    clip_below: bool = True,
-) -> tuple[Tensor, Stats]:
-    """−sg[clip(r, 1 − ε_low, 1 + ε_high)]·A·logπ per token; all `(bs, response_length)`.
-
-    `clip_below` False drops the lower bound, as the paper does.
-    """
-    difference = log_ratio(log_probs, old_log_probs, loss_mask).detach()
-    ratio = difference.exp()
-    weight = ratio.clamp(1.0 - clip_ratio_low if clip_below else 0.0, 1.0 + clip_ratio_high)
-    loss = -weight * under_mask(advantages, loss_mask) * under_mask(log_probs, loss_mask)
-    return loss, {"pg_clipfrac": as_stat(weight != ratio, ratio), "ppo_kl": -difference}
 
 
 MAX_LOG_SEQUENCE_RATIO = 10.0

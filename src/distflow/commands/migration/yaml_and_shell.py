@@ -233,7 +233,8 @@ def _lines(text: str, put: Callable[[str], str]) -> Iterator[tuple[int, list[str
             continue
         if len(held) > _LONGEST:
             raise UserError(f"line {line}: a quotation mark is not closed")
-        lexer = shlex.shlex(_without_redirections(put(held)), posix=True, punctuation_chars=True)
+        plain = _REDIRECTION.sub(lambda found: found[1] or " ", put(held))
+        lexer = shlex.shlex(plain, posix=True, punctuation_chars=True)
         lexer.whitespace_split, lexer.commenters = True, ""
         try:
             words = list(lexer)
@@ -271,11 +272,7 @@ def _without_comments(text: str) -> str:
 _QUOTED = r"""(\\.|'[^']*'|"(?:\\.|[^"\\])*")"""
 _TARGET = rf"(?:{_QUOTED}|[^\s;|&<>()]+)"
 _REDIRECTION = re.compile(rf"{_QUOTED}|(?:(?<!\S)\d+)?(?:&>>?|>[>|]?|<(?!<))&?\s*{_TARGET}", re.DOTALL)
-
-
-def _without_redirections(text: str) -> str:
-    """`> log` and `2>&1` are no values of the option before them."""
-    return _REDIRECTION.sub(lambda found: found[1] or " ", text)
+"""`> log` and `2>&1` are no values of the option before them."""
 
 
 def read_options(words: list[str], into: Callable[[str, object], None]) -> None:

@@ -13,8 +13,17 @@ import torch
 
 from distflow.cluster.ray_launcher import NEEDED, is_installed, own_ray
 from distflow.commands.selftest.collectives import check_collectives
-from distflow.commands.selftest.run_numbers import RECORDED, Differences, Figures, Recorded, differences, read_recorded
-from distflow.commands.selftest.runs import TOKENIZER, Lab, write_models
+from distflow.commands.selftest.runs import (
+    RECORDED,
+    TOKENIZER,
+    Differences,
+    Figures,
+    Lab,
+    Recorded,
+    differences,
+    read_recorded,
+    write_models,
+)
 from distflow.config import Config
 from distflow.errors import RayNotStarted
 from distflow.launch import doctor_device_checks
@@ -110,7 +119,6 @@ def compare(lab: Lab, pair: Pair) -> Row:
 
 
 def leave_out(lab: Lab, pair: Pair) -> Row:
-    """Skip a pair."""
     why = f"Ray is not installed: it {NEEDED}"
     return Row(lab.preset, pair.name, len(lab.prompts), pair.limit, None, left_out=why)
 

@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from distflow.config.compose.check_paths import find_missing
-from distflow.config.compose.fit_defaults import Change, Fitted, NamedKey, apply_changes, fit, is_free
+from distflow.config.compose.fit_defaults_to_data import Change, Fitted, NamedKey, apply_changes, fit, is_free
 from distflow.config.compose.unknown_and_unused_keys import is_known, judge_settings, look_up, parents
 from distflow.config.compose.values import Mismatch, nested, parse_value
 from distflow.config.compose.yaml_settings import (

@@ -10,13 +10,13 @@ import yaml
 from distflow.config.compose.values import can_convert, nested, show
 from distflow.config.keys.actor_rollout_ref_and_critic import ActorRolloutRefConfig, CriticConfig
 from distflow.config.keys.algorithm import AlgorithmConfig, EmbodiedSamplingConfig
+from distflow.config.keys.dag import DagConfig
 from distflow.config.keys.data import DataConfig
 from distflow.config.keys.declare import KeyInfo, changed, collect, group, walk, yaml_name
 from distflow.config.keys.reward import CustomRewardConfig, RewardConfig, RewardModelConfig, SrpoConfig
-from distflow.config.keys.trainer_async_dag import (
+from distflow.config.keys.trainer_async_and_trust import (
     AsyncConfig,
     CostConfig,
-    DagConfig,
     ProfilerConfig,
     TrainerConfig,
     TrustConfig,

@@ -69,9 +69,10 @@ def lora(config: Config) -> Iterator[Finding]:
         what = "an adapter does not train the reward model's new head"
         yield Finding((f"{MODEL}.lora_rank", "dag.pipeline"), what, f"set {MODEL}.lora_rank=0")
     rollout = config.actor_rollout_ref.rollout
-    if not model.lora_merge and (rollout.name != "vllm" or rollout.url):
-        what = "only a vLLM server that the run starts serves an adapter beside its weights"
-        keys = (f"{MODEL}.lora_merge", f"{ROLLOUT}.{'url' if rollout.name == 'vllm' else 'name'}")
+    able = [name for name, entry in ROLLOUT_ENGINES.items() if entry.serves_adapters]
+    if not model.lora_merge and (rollout.name not in able or rollout.url):
+        what = f"only a server of {' or '.join(able)} that the run starts serves an adapter beside its weights"
+        keys = (f"{MODEL}.lora_merge", f"{ROLLOUT}.{'url' if rollout.name in able else 'name'}")
         yield Finding(keys, what, f"set {MODEL}.lora_merge=true")
     if model.target_modules == ():
         yield Finding((f"{MODEL}.target_modules",), "no module would get an adapter", "name modules, or all-linear")
@@ -184,7 +185,8 @@ def tensor_parallel_rollout(config: Config) -> Iterator[Finding]:
         return
     if "t" not in entry.sizes:
         able = " or ".join(name for name, entry in ROLLOUT_ENGINES.items() if "t" in entry.sizes)
-        own = f"set {ROLLOUT}.engine_kwargs.sglang.tp_size={size}" if rollout.name == "sglang" else "keep the default 1"
+        option = f"{ROLLOUT}.engine_kwargs.{rollout.name}.{entry.size_option}"
+        own = f"set {option}={size}" if entry.size_option else "keep the default 1"
         why = f"the engine '{rollout.name}' has one device"
         yield Finding((key, f"{ROLLOUT}.name"), why, f"set {ROLLOUT}.name={able}, or {own}")
     elif rollout.url:
@@ -202,14 +204,17 @@ def tensor_parallel_rollout(config: Config) -> Iterator[Finding]:
 
 
 def sampling_of_server(config: Config) -> Iterator[Finding]:
-    """SGLang reports exact log-probs only for temperature and top-k."""
+    """The log-probs of a truncated distribution are reported; those of temperature and top-k always are."""
     rollout = config.actor_rollout_ref.rollout
+    entry = ROLLOUT_ENGINES.get(rollout.name)
+    if entry is None or entry.reports_truncated:
+        return
     given = {f"{ROLLOUT}.{name}": getattr(rollout, name) for name in ("top_p", "min_p", "repetition_penalty")}
     given[f"{ROLLOUT}.val_kwargs.top_p"] = rollout.val_kwargs.top_p
     given |= {f"{ROLLOUT}.agents.{name}.top_p": agent.top_p or 1.0 for name, agent in rollout.agents.items()}
     for key, value in given.items():
-        if rollout.name == "sglang" and value != (0.0 if key.endswith("min_p") else 1.0):
-            why = "SGLang does not report log-probs under the distribution that it then samples from"
+        if value != (0.0 if key.endswith("min_p") else 1.0):
+            why = f"'{rollout.name}' does not report log-probs under the distribution that it then samples from"
             yield Finding((key, f"{ROLLOUT}.name"), why, f"remove {key}; top_k is supported")
 
 

@@ -20,8 +20,8 @@ from distflow.config.derived_settings import (
     reads_values,
     trained_policies,
 )
+from distflow.config.keys.dag import FIRST_POLICY
 from distflow.config.keys.schema import Config
-from distflow.config.keys.trainer_async_dag import FIRST_POLICY
 from distflow.config.rules import ACTOR, MODEL, ROLLOUT, Finding
 from distflow.import_target import is_pickled, split_name
 

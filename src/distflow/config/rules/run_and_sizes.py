@@ -6,7 +6,7 @@ from pathlib import Path
 from distflow.config import derived_settings
 from distflow.config.derived_settings import val_files, validates
 from distflow.config.keys.schema import Config
-from distflow.config.keys.trainer_async_dag import StopCondition
+from distflow.config.keys.trainer_async_and_trust import StopCondition
 from distflow.config.rules import ROLLOUT, Finding
 from distflow.errors import count_of, missing_path, nearest
 

@@ -3,7 +3,6 @@ several episodes. It does not import torch."""
 
 import asyncio
 import base64
-import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +12,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from distflow.environments.environment_adapters import find_registered
-from distflow.errors import UserError
+from distflow.environments.environment_adapters import find_registered, is_registered
 from distflow.import_target import load
 
 BUILTIN = {"gridreach": "distflow.environments.simulators.gridreach:GridReach"}
@@ -175,15 +173,9 @@ class SimulatorHost:
 def simulator_maker(env: str) -> Callable[..., Simulator]:
     """A built-in name, module:Class, file.py:function, or an id of gymnasium; module:ID imports the module that
     registers it. Raises UserError."""
-    module, _, name = env.rpartition(":")
-    if (module and name.isidentifier()) or env in BUILTIN:
-        return cast(Callable[..., Simulator], load(BUILTIN.get(env, env)))
-    try:
-        if module:
-            importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(f"'{env}': {module} cannot be imported ({error}): pip install 'distflow[robotics]'?") from None
-    return partial(GymnasiumSimulator, find_registered(name))
+    if env not in BUILTIN and is_registered(env):
+        return partial(GymnasiumSimulator, find_registered(env))
+    return cast(Callable[..., Simulator], load(BUILTIN.get(env, env)))
 
 
 def check_observation(seen: Observation, first: Observation) -> None:

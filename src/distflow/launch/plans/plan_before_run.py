@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from distflow.config import Config, Loaded, RunLimits, fit_to, load_config, with_changes
-from distflow.config.compose.fit_defaults import is_free
+from distflow.config.compose.fit_defaults_to_data import is_free
 from distflow.config.derived_settings import CUSTOM, pipeline_name, train_files
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import with_values

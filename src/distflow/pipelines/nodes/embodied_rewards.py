@@ -27,7 +27,7 @@ from distflow.pipelines.nodes.rollout_reward_filter import reward_unit
 from distflow.training.engine import Collective
 from distflow.untrusted_files import load_image
 
-PIXELS, _SIDE, _MOST_DIMENSIONS, _LONGEST_NAME = "pixels", 8, 48, 60
+PIXELS, _SIDE, _LONGEST_NAME = "pixels", 8, 60
 _FAILURES = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError, UserError)
 TOO_EASY, TOO_HARD, TRUNCATED = "success_above_bound", "success_below_bound", "truncated"
 

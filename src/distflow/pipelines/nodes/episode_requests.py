@@ -13,7 +13,7 @@ from distflow.environments.chat import Chat, ChatError
 from distflow.models.log_probs import ActionHead
 from distflow.pipelines.nodes.rollout_reward_filter import policy_segment
 from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine, SamplingParams
-from distflow.runtime.rollout_group import Group
+from distflow.runtime.group_record import Group
 from distflow.runtime.user_calls import deadline_paused
 
 _SHARES_WITHIN_S = 0.01

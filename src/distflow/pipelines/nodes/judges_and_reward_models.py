@@ -16,8 +16,8 @@ from distflow.data.batch import Batch
 from distflow.graph import SCORE_FIELDS, NodeOutput, NodeRole, Pipeline, node, node_factory
 from distflow.graph.fields import register_field
 from distflow.pipelines.nodes.rollout_reward_filter import num_needed
+from distflow.runtime.group_record import rows_by_group
 from distflow.runtime.judge_engine import Judge
-from distflow.runtime.rollout_group import rows_by_group
 from distflow.runtime.run_errors_and_limits import TooManyErrors
 from distflow.training.engine import Collective
 from distflow.training.torch_engine import RewardModelScorer
@@ -84,16 +84,14 @@ def add_model_scores(config: Config) -> Callable[..., object]:
             placed = torch.where(alone[:, None], placed, batch["token_level_scores"] + added)
         found |= dict.fromkeys(SCORE_FIELDS, placed)
         counts = {
-            f"reward/{'errors' if model.judge else 'cut'}/{name}": float(sum(map(_has_fault, said[name])))
+            f"reward/{'errors' if model.judge else 'cut'}/{name}": float(
+                sum(bool(each.get("error") or each.get("cut")) for each in said[name])
+            )
             for name, model in models.items()
         }
         return NodeOutput(found, counts)
 
     return add
-
-
-def _has_fault(answer: Answer) -> bool:
-    return bool(answer.get("error") or answer.get("cut"))
 
 
 def _failed(said: Mapping[str, Sequence[Answer]], asked: Sequence[bool]) -> dict[int, str]:

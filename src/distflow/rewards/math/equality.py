@@ -8,10 +8,10 @@ import math
 import re
 from collections.abc import Callable
 
-from distflow.rewards.math.bounds import is_affordable
 from distflow.rewards.math.formula_equality import (
     expressions_equal,
     has_form_of,
+    is_affordable,
     is_approximation,
     is_number,
     numbers_equal,
@@ -64,7 +64,7 @@ _MIRRORED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\neq": r"\neq
 
 
 def are_equal(gold: str, answer: str) -> bool:
-    """Compare two normalised answers. One that is too costly to compare (`math.bounds`) equals only the same text."""
+    """Compare two normalised answers. One that is too costly to compare (`is_affordable`) equals only the same text."""
     if gold == answer or (" " in gold + answer and _SPACES.sub("", gold) == _SPACES.sub("", answer)):
         return True
     if not gold or not answer or not is_affordable(answer) or not is_affordable(gold):

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from distflow.data import random_states
+from distflow.data import global_random_states
 from distflow.errors import UserError, users_place
 from distflow.import_target import innermost, is_async
 from distflow.observe.crash_safe_files import JSON
@@ -137,7 +137,7 @@ async def _score_concurrently(
             with due_within(timeout_s):
                 return _answer(await cast(Awaitable[object], call(function, arguments)))
 
-    random_states.seed(name, [sorted(arguments.items()) for arguments in asked])
+    global_random_states.seed(name, [sorted(arguments.items()) for arguments in asked])
     ended = await asyncio.gather(*map(score_one, asked, deadlines), return_exceptions=True)
     answers: list[Answer] = []
     for answer, deadline in zip(ended, deadlines, strict=True):
@@ -165,10 +165,10 @@ def _called(function: Callable[[], object], *identity: object) -> object:
     A call that imports numpy or torch, whose generators could not be seeded before, is repeated.
     """
     while True:
-        loaded = random_states.loaded()
-        random_states.seed(*identity)
+        loaded = global_random_states.loaded()
+        global_random_states.seed(*identity)
         returned = function()
-        if random_states.loaded() == loaded:
+        if global_random_states.loaded() == loaded:
             return returned
 
 

@@ -214,15 +214,20 @@ class EmbeddedEngine:
 
     def _take(self, lane: Lane, step_tokens: StepTokens, t0: float) -> None:
         """Give each sequence its token, and finish those that end with it."""
-        finished = []
+        finished, version = [], self.version.step
+        heard = {
+            number: (pending.future.get_loop(), pending.heard)
+            for number, pending in self._pending.items()
+            if pending.heard is not None
+        }
         for sequence, token, rollout, sampling in zip(*step_tokens, strict=True):
-            sequence.append(token, rollout, sampling, self.version.step)
-            sequence.finish_reason = finish_reason(sequence.token_ids, sequence.params, self.tokenizer)
-            pending = self._pending.get(sequence.request)
-            if pending is not None and pending.heard is not None:
-                pending.future.get_loop().call_soon_threadsafe(pending.heard, sequence.sample, token)
-            if sequence.finish_reason is not None:
+            sequence.append(token, rollout, sampling, version)
+            if (reason := finish_reason(sequence.token_ids, sequence.params, self.tokenizer)) is not None:
+                sequence.finish_reason = reason
                 finished.append(sequence)
+            if sequence.request in heard:
+                loop, hear = heard[sequence.request]
+                loop.call_soon_threadsafe(hear, sequence.sample, token)
         lane.keep(finished)
         self.num_generated_tokens += len(step_tokens.sequences)
         if lane is self._train:

@@ -137,7 +137,8 @@ class RequestLane:
 
     def _decode(self, work: Work) -> Tensor:
         """Decode one token of each running sequence; `(rows, hidden)` in the order of the slots."""
-        positions, device = [sequence.position for sequence in work.sequences], self.decoder.device
+        device = self.decoder.device
+        positions = [len(each.prompt_ids) + len(each.token_ids) - 1 for each in work.sequences]
         tokens = torch.tensor([sequence.token_ids[-1] for sequence in work.sequences], device=device)
         keys, values = self.slots.window(len(positions), max(positions) + 1, self.scheduler.num_wanted)
         return self.decoder.decode(tokens, torch.tensor(positions, device=device), keys, values)

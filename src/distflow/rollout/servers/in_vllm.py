@@ -5,10 +5,13 @@ The server finds it by PYTHONPATH in its own environment, where nothing else of 
 """
 
 import hashlib
+from array import array
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -21,15 +24,15 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
-from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
-INTERFACE = 2
+INTERFACE = 3
 ADAPTER = 1  # the number that vLLM's server gives to the first adapter
 STRIPE_LENGTH = 1024
 BLOCK = 256  # the CDF is searched in blocks of this many tokens, then in one of them
-_WEYL, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_64_BITS = 2**64 - 1
+MOST_KEPT = 2**14  # samples whose log-probs nobody takes, because their client is gone, are kept until then
+_WEYL, _MIX_1, _MIX_2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 class Extension:
@@ -134,6 +137,18 @@ class Extension:
         layers.add_adapter(adapter)
         layers.activate_adapter(ADAPTER)
 
+    def distflow_take_drawn(self, ended: dict[str, int], abandoned: list[str]) -> list[list[str]]:
+        """What was drawn for the samples of these requests, whose numbers are given: what `DrawingSampler` kept, as
+        float64 in base64. Forgets them and the abandoned ones."""
+        kept = self.model_runner.sampler.drawn
+        for owner in [owner for owner in kept if owner[0] in abandoned] if abandoned else ():
+            del kept[owner]
+        return [[b64encode(kept.pop((name, n), b"")).decode() for n in range(ended[name])] for name in ended]
+
+    def distflow_count(self) -> int:
+        """The number of tokens drawn so far."""
+        return int(self.model_runner.sampler.num_drawn)
+
     def distflow_hashes(self) -> dict[str, str]:
         """The hashes of the weights that were loaded last."""
         return self.distflow_held
@@ -172,67 +187,108 @@ class DrawingSampler(Sampler):
     """Draws with the counters of `distflow/rollout/stops_and_draws.py`: a token does not depend on its batch, and is
     the same as in our other engines.
 
-    Each request has its law in `extra_args`. Its answer has two entries per token: the drawn token with its log-prob
-    under softmax(logits / temperature), then, under another token's id, its log-prob under the distribution drawn from.
+    Each request has its law in `extra_args`, with the name under which `drawn` keeps three numbers per token: the
+    token, its log-prob under softmax(logits / temperature), and its log-prob under the distribution drawn from. vLLM
+    would pass log-probs on in objects of single tokens, which takes longer than all else.
     """
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
         self.runner = runner
+        self.drawn: dict[tuple[str, int], array[float]] = {}
+        self.num_drawn = 0
+        self._names = list[str]()  # of the last step's rows
+        self._laws: _Laws | None = None
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **options: Any) -> SamplerOutput:
-        states = [self.runner.requests[name] for name in self.runner.input_batch.req_ids[: len(logits)]]
-        laws: list[Any] = [(state.sampling_params.extra_args or {}).get("distflow") for state in states]
-        if None in laws:  # requests of other clients
+        names = self.runner.input_batch.req_ids[: len(logits)]
+        states = [self.runner.requests[name] for name in names]
+        if names != self._names:  # most steps have the rows of the last one
+            self._names, self._laws = list(names), _laws_of(states, logits.device)
+        laws = self._laws
+        if laws is None:  # requests of other clients
             return super().forward(logits, sampling_metadata, *args, **options)
         logits = logits.float()
-        temperature = torch.tensor([[law["temperature"]] for law in laws], device=logits.device)
-        policy = drawn_from = logits / temperature
+        policy = drawn_from = logits / laws.temperature
         if not sampling_metadata.no_penalties:
             output = sampling_metadata.output_token_ids
-            drawn_from = self.apply_penalties(logits.clone(), sampling_metadata, output) / temperature
+            drawn_from = self.apply_penalties(logits.clone(), sampling_metadata, output) / laws.temperature
         drawn_from = _truncated(drawn_from, laws)
-        uniforms = [_uniform(law, state) for law, state in zip(laws, states, strict=True)]
-        drawn, sampling = _draw(drawn_from, laws, uniforms)
+        places = [len(state.output_token_ids) for state in states]
+        drawn, sampling = _draw(drawn_from, laws, _uniforms(laws, places))
         before = sampling if drawn_from is policy else policy.log_softmax(dim=-1).gather(-1, drawn)
-        log_probs = torch.cat([before, sampling], dim=-1)
-        names = torch.cat([drawn, (drawn + 1) % logits.shape[-1]], dim=-1).int()
-        return SamplerOutput(drawn.int(), LogprobsTensors(names, log_probs, torch.ones_like(names[:, 0])))
+        self._keep(laws, places, torch.cat([drawn.double(), before, sampling], dim=-1).tolist())
+        return SamplerOutput(drawn.int(), None)
+
+    def _keep(self, laws: "_Laws", places: list[int], values: list[list[float]]) -> None:
+        """Keep what was drawn. A token that is drawn again, after a preemption or in the next part of a long prompt,
+        takes the place of the first."""
+        for owner, place, value in zip(laws.owners, places, values, strict=True):
+            kept = self.drawn.get(owner)
+            if kept is None:
+                kept = self.drawn[owner] = array("d")
+            self.num_drawn += place * 3 == len(kept)
+            kept[place * 3 :] = array("d", value)
+        while len(self.drawn) > MOST_KEPT:
+            del self.drawn[next(iter(self.drawn))]
 
 
-def _uniform(law: dict[str, Any], state: Any) -> float:
-    """A number in [0, 1) from a sample's key and the number of tokens drawn before. If a request has several samples,
-    vLLM puts the sample's number in front of the request's name."""
-    number = int(state.req_id.partition("_")[0]) if len(law["keys"]) > 1 else 0
-    key, position = int(law["keys"][number]), law["num_drawn"] + len(state.output_token_ids)
-    bits = (key + (position + 1) * _WEYL) & _64_BITS
-    bits = ((bits ^ (bits >> 30)) * _MIX_1) & _64_BITS
-    bits = ((bits ^ (bits >> 27)) * _MIX_2) & _64_BITS
-    return float(((bits ^ (bits >> 31)) >> 11) * 2.0**-53)
+class _Laws:
+    """The laws of a batch's requests, by row. owners: under which name, and as which of its samples, a row is kept."""
+
+    def __init__(self, laws: list[Any], samples: list[int], device: torch.device) -> None:
+        def column(name: str, dtype: torch.dtype) -> Tensor:
+            return torch.tensor([[law[name]] for law in laws], device=device, dtype=dtype)
+
+        self.owners = [(law["name"], sample) for law, sample in zip(laws, samples, strict=True)]
+        keys = [int(law["keys"][sample]) for law, sample in zip(laws, samples, strict=True)]
+        self.keys, self.num_drawn = np.array(keys, np.uint64), np.array([law["num_drawn"] for law in laws], np.uint64)
+        self.temperature = column("temperature", torch.float32)
+        self.top_k, self.top_p, self.min_p = (column(name, torch.float64) for name in ("top_k", "top_p", "min_p"))
+        self.cuts = bool(((self.top_k > 0) | (self.top_p < 1)).any())
+        self.cuts_below_share = bool((self.min_p > 0).any())
+        self.greedy = column("greedy", torch.bool) if any(law["greedy"] for law in laws) else None
 
 
-def _truncated(scores: Tensor, laws: list[dict[str, Any]]) -> Tensor:
+def _laws_of(states: list[Any], device: torch.device) -> _Laws | None:
+    """None if a request has no law. If a request has several samples, vLLM puts the sample's number in front of the
+    request's name."""
+    laws: list[Any] = [(state.sampling_params.extra_args or {}).get("distflow") for state in states]
+    if None in laws:
+        return None
+    named = zip(laws, states, strict=True)
+    samples = [int(state.req_id.partition("_")[0]) if len(law["keys"]) > 1 else 0 for law, state in named]
+    return _Laws(laws, samples, device)
+
+
+def _uniforms(laws: _Laws, places: list[int]) -> list[float]:
+    """A number in [0, 1) for each row, from the sample's key and the number of tokens drawn before. Products and sums
+    are modulo 2**64."""
+    bits = laws.keys + (laws.num_drawn + np.array(places, np.uint64) + np.uint64(1)) * _WEYL
+    bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
+    bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
+    found: list[float] = (((bits ^ (bits >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53).tolist()
+    return found
+
+
+def _truncated(scores: Tensor, laws: _Laws) -> Tensor:
     """Top-k, then top-p of the rest, then min-p, each with its row's values; tokens tied with the last one kept are
     kept too."""
-
-    def column(name: str) -> Tensor:
-        return torch.tensor([[law[name]] for law in laws], device=scores.device, dtype=torch.float64)
-
-    size, top_k, top_p, min_p = scores.shape[-1], column("top_k"), column("top_p"), column("min_p")
-    if bool(((top_k > 0) | (top_p < 1)).any()):
+    size, top_k, top_p = scores.shape[-1], laws.top_k, laws.top_p
+    if laws.cuts:
         ordered = scores.sort(dim=-1, descending=True).values
         least = ordered.gather(-1, torch.where(top_k > 0, top_k, size).clamp(max=size).long() - 1)
         masses = ordered.masked_fill(ordered < least, float("-inf")).double().softmax(dim=-1)
         inside = (masses.cumsum(dim=-1) - masses < top_p).sum(dim=-1, keepdim=True)
         least = torch.maximum(least, ordered.gather(-1, torch.where(top_p < 1, inside, size) - 1))
         scores = scores.masked_fill(scores < least, float("-inf"))
-    if bool((min_p > 0).any()):
+    if laws.cuts_below_share:
         share = (scores.double() - scores.amax(dim=-1, keepdim=True).double()).exp()
-        scores = scores.masked_fill(share < min_p, float("-inf"))
+        scores = scores.masked_fill(share < laws.min_p, float("-inf"))
     return scores
 
 
-def _draw(scores: Tensor, laws: list[dict[str, Any]], uniforms: list[float]) -> tuple[Tensor, Tensor]:
+def _draw(scores: Tensor, laws: _Laws, uniforms: list[float]) -> tuple[Tensor, Tensor]:
     """One token per row and its log-prob, each `(rows, 1)`: the first whose cumulative mass exceeds the uniform number,
     or the likeliest. Sums are in float64, which whole rows would take too long in."""
     rows, size = scores.shape
@@ -246,9 +302,8 @@ def _draw(scores: Tensor, laws: list[dict[str, Any]], uniforms: list[float]) -> 
     inside = blocks[torch.arange(rows, device=scores.device), block.squeeze(-1)].double().cumsum(dim=-1)
     rest = _below(target - pad(ends, (1, 0)).gather(-1, block), inside[:, -1:])
     drawn = (block * BLOCK + torch.searchsorted(inside, rest, right=True)).clamp(max=size - 1)
-    if any(law["greedy"] for law in laws):
-        greedy = torch.tensor([[law["greedy"]] for law in laws], device=scores.device)
-        drawn = torch.where(greedy, scores.argmax(dim=-1, keepdim=True), drawn)
+    if laws.greedy is not None:
+        drawn = torch.where(laws.greedy, scores.argmax(dim=-1, keepdim=True), drawn)
     return drawn, (scores.gather(-1, drawn).double() - top - total.log()).float()
 
 

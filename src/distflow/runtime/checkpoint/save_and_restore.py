@@ -9,7 +9,7 @@ import torch
 
 from distflow.config import changed_keys, config_from_dict, to_dict
 from distflow.config.keys.schema import diff, schema_keys, show_value
-from distflow.data import random_states
+from distflow.data import global_random_states
 from distflow.data.batch import Batch
 from distflow.errors import UserError, allow_change_advice, resume_advice
 from distflow.models.weight_fingerprint_and_soundness import magnitudes, unsound
@@ -19,8 +19,8 @@ from distflow.runtime.checkpoint.checkpoint_store import Checkpoint
 from distflow.runtime.checkpoint.files import CheckpointError, is_sharded, own_shards, shard_name
 from distflow.runtime.checkpoint.find_checkpoint import as_list, ways_to_start
 from distflow.runtime.compiled_node import NodeState
+from distflow.runtime.group_record import finished_group, rows_by_group
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_group import finished_group, rows_by_group
 from distflow.runtime.sample_queue.protocol import FinishedGroup, ResumePoint
 from distflow.runtime.spec import Spec
 from distflow.scheduling.snapshot import restored
@@ -161,7 +161,7 @@ def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> N
     run's seed, the step and its number. Call this last before the run continues: a user's modules and pipelines may
     seed the generators when loaded.
     """
-    random_states.seed("run", seed, *((checkpoint.step if checkpoint else 0, rank) if rank else ()))
+    global_random_states.seed("run", seed, *((checkpoint.step if checkpoint else 0, rank) if rank else ()))
     if checkpoint is None or (rank and part_of_rank(rank) not in checkpoint.files):
         return
     with checkpoint.reading():
@@ -171,14 +171,14 @@ def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> N
         name, keys, *rest = states["numpy"]
         np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
         torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
-        device, saved = random_states.device_module(), states["device"]
+        device, saved = global_random_states.device_module(), states["device"]
         for i, state in enumerate(saved[: device.device_count()] if device else ()):
             device.set_rng_state(torch.tensor(state, dtype=torch.uint8), i)
 
 
 def _generator_states() -> dict[str, object]:
     name, keys, *rest = np.random.get_state()
-    device = random_states.device_module()
+    device = global_random_states.device_module()
     return {
         "python": random.getstate(),
         "numpy": [name, np.asarray(keys).tolist(), *rest],

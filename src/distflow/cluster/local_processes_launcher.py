@@ -1,0 +1,183 @@
+"""Several processes on one machine without Ray (`trainer.launcher=local`), one per device, each of which generates and
+trains. The process that starts them has the sample queue, which they call over sockets. Losing one ends the run."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+from distflow.cluster.coordinator_actor import CoordinatorActor
+from distflow.cluster.process_groups import new_meeting, remove_meetings
+from distflow.cluster.remote_calls import STARVED_S, Heartbeat, Peer, PeersLate, WorkerDied, hanging
+from distflow.cluster.reports_to_driver import shown
+from distflow.cluster.worker_actor import BuildReport, WorkerActor, check_reports
+from distflow.errors import TrustError, UserError, count_of
+from distflow.launch.device_and_threads import places_of
+from distflow.launch.run_start_and_end import Start, done_before, note_failure, outcome_of, resume_hint, starting
+from distflow.observe.writing.run_folder import RunFolderError, wait_for_joined
+from distflow.runtime.early_stop_and_signals import StopRequest, die_with, leave_at_once
+from distflow.runtime.engine_watch import STACKS
+from distflow.runtime.run_reporter import reported
+from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
+from distflow.runtime.worker_place_and_dp_groups import Place
+
+_NUM_CALLS = 16
+"""Maximum number of calls from one process that are served at the same time."""
+_LOOKS_EVERY_S = 0.5
+
+
+class LocalWorker(WorkerActor):
+    """The worker of this process, created by its first call."""
+
+    def __init__(self, coordinator: Any) -> None:
+        self._to_parent = coordinator
+
+    def begin(self, spec: Spec, start: Start, place: Place, meeting: Path) -> BuildReport:
+        """See `WorkerActor`, and its `build`."""
+        super().__init__(spec, start, place, self._to_parent, meeting)
+        return self.build()
+
+
+class WorkerProcess:
+    """One process of the run, and calls to its worker. It dies with this one, even if that is killed."""
+
+    def __init__(self, place: Place, device: str, coordinator: object) -> None:
+        ours, theirs = Pipe()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        if device.startswith("cuda"):
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(place.rank + 1)))
+            environment["CUDA_VISIBLE_DEVICES"] = seen.split(",")[place.rank]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=environment,
+                process_group=0,  # Ctrl-C reaches only this process, and through it the others
+            )
+        self.place, self.pid, self.calls = place, self._process.pid, Peer(ours, _NUM_CALLS)
+        threading.Thread(target=self.calls.serve, args=(coordinator,), daemon=True).start()
+
+    def how_it_died(self) -> str | None:
+        """How it ended, in words; None while it runs."""
+        status = self._process.poll()
+        if status is None:
+            return None
+        return f"by {Signals(-status).name}" if status < 0 else f"with status {status}"
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class LocalRun(AbstractContextManager["LocalRun"]):
+    """A context manager that starts the processes of a run, and kills them on exit."""
+
+    def __init__(self, spec: Spec, start: Start) -> None:
+        self._spec, self._start, self._meeting = spec, start, new_meeting(spec.run_dir)
+        self.coordinator = CoordinatorActor(spec, start)
+        ranks = spec.plan.ranks
+        self._workers = [WorkerProcess(place, ranks[place.rank].device, self.coordinator) for place in places_of(spec)]
+        self._calls = {worker.place.rank: worker.calls for worker in self._workers}
+        self._heartbeat = Heartbeat(self._calls)
+        self.stop = StopRequest(lambda name: None)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        for worker in self._workers:
+            worker.kill()
+        self.coordinator.close()
+        remove_meetings(self._spec.run_dir)
+        with suppress(OSError, RunFolderError):  # the next start tries again
+            wait_for_joined(self._spec.run_dir)
+        if error is not None:
+            note_failure(self._spec.run_dir, error)
+
+    def build(self, say: Callable[[str], None]) -> list[str]:
+        """Build engines and services of all workers; returns the harmless differences from the checkpoint."""
+        spec, start = self._spec, self._start
+        begun = [worker.calls.begin.remote(spec, start, worker.place, self._meeting) for worker in self._workers]
+        while not all(call.done() for call in begun):
+            wait(begun, _LOOKS_EVERY_S)
+            self._check(begun, "while its engines were built")
+        self._check(begun, "while its engines were built")
+        return check_reports([call.result() for call in begun], 0, spec, start, say)
+
+    def watch(self, differences: list[str], options: LaunchOptions) -> int:
+        """Supervise until the run has ended; returns the steps consumed in total."""
+        with shown(self._spec, self.coordinator.progress().total_steps, options.callbacks) as output:
+
+            def asked_to_stop(name: str) -> None:
+                output.note_stop(name)
+                self.coordinator.stop()
+
+            self.stop = StopRequest(asked_to_stop, ends_process=not options.embedded)
+            with self.stop:
+                running = [worker.calls.run.remote(differences, {}, False) for worker in self._workers]
+                try:
+                    while not all(call.done() for call in running):
+                        output.pass_on(self.coordinator.messages(_LOOKS_EVERY_S))
+                        self._check(running, "while the run was under way")
+                    self._check(running, "while the run was under way")
+                finally:
+                    while messages := self.coordinator.messages(0.0):
+                        output.pass_on(messages)
+        return max(call.result() for call in running)
+
+    def _check(self, calls: Sequence["Future[Any]"], when: str) -> None:
+        """Raises the error of a failed call, or WorkerDied if the cause is a process that died or does not respond.
+        when: in the run."""
+        error = next((error for call in calls if call.done() and (error := call.exception())), None)
+        may_follow = error is not None and not isinstance(error, UserError | TrustError)
+        until = time.monotonic() + (STARVED_S if may_follow else 0.0)
+        while not (dead := [worker for worker in self._workers if worker.how_it_died()]) and time.monotonic() < until:
+            time.sleep(_LOOKS_EVERY_S)
+        for worker in dead:
+            raise WorkerDied(
+                f"worker {worker.place.rank} of {len(calls)}, which generates and trains, has died {when} "
+                f"(pid {worker.pid}, {worker.how_it_died()}): killed from outside, out of memory, or crashed in native "
+                "code."
+            )
+        stacks = self._spec.run_dir / STACKS
+        if isinstance(error, PeersLate):
+            limit_s = self._spec.options.peers_timeout_s
+            raise hanging(dict(enumerate(calls)), self._calls, stacks, limit_s) or error from error
+        if error is not None:
+            raise error
+        if (silent := self._heartbeat.silent()) is not None:
+            raise WorkerDied(self._heartbeat.describe_silence(silent, stacks))
+
+
+def launch_processes(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcome:
+    """See `Launch`."""
+    with starting(spec, options.allow_change) as start:
+        if done := done_before(spec, start, options.say):
+            return done
+        start.set_aside(spec, options.say)
+        options.say(f"starting {count_of(len(spec.plan.ranks), 'process')} on this machine")
+        with reported(spec.run_dir, options.say), LocalRun(spec, start) as run:
+            try:
+                steps = run.watch(run.build(options.say), options)
+            except WorkerDied as died:
+                raise type(died)(f"{died} {resume_hint(spec)}") from died
+        return outcome_of(spec, steps, run.stop.signal, run.stop.wanted and not run.coordinator.progress().finished)
+
+
+def main(descriptor: int, parent: int) -> None:
+    """The process of a rank: serves the calls that arrive over its socket."""
+    die_with(parent)
+    coordinator = Peer(Connection(descriptor), _NUM_CALLS)
+    coordinator.serve(LocalWorker(coordinator))
+    leave_at_once(1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

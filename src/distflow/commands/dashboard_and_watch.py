@@ -1,0 +1,300 @@
+"""`distflow dashboard`: a folder of runs in a browser, in pages made of the parts of a report. It answers GET alone,
+reads files of the folder alone, and asks nothing of a run, so that it works on a run that crashed. `distflow watch`: a
+run as its terminal shows it."""
+
+import argparse
+import hmac
+import ipaddress
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import parse_qsl, quote
+
+from distflow import __version__
+from distflow.commands.arguments_and_run_folders import RUNS, add_run_argument, at_least, find_run, listen
+from distflow.errors import UserError
+from distflow.import_target import check_server_packages
+from distflow.observe.crash_safe_files import encode, read_object, to_number
+from distflow.observe.report.build import POLICY_OF_SERVED_PAGES, served_files, served_page
+from distflow.observe.report.summary_sentences import PROBLEM_KINDS, status
+from distflow.observe.run_reader import (
+    Event,
+    GrowingMetrics,
+    MetricsRecord,
+    read_events,
+    read_timeline,
+)
+from distflow.observe.sanitized_output import escape_control
+from distflow.observe.writing.run_folder import writer_of
+
+if TYPE_CHECKING:
+    from distflow.commands.dashboard_pages import Dashboard
+
+if TYPE_CHECKING:
+    pass
+
+_COOKIE = "distflow_dashboard"
+_HEADERS = {
+    "content-security-policy": f"{POLICY_OF_SERVED_PAGES}; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+
+
+class Page(NamedTuple):
+    """question: that the page answers. key: after "g". of_run: whether it needs one run, or one or several."""
+
+    name: str
+    title: str
+    question: str
+    key: str
+    of_run: str = "one"
+
+
+PAGES = (
+    Page("runs", "Runs", "Which run?", "r", ""),
+    Page("overview", "Overview", "Is it well?", "o"),
+    Page("step", "Step", "What happened in this step?", "s"),
+    Page("samples", "Samples", "What does it write?", "a"),
+    Page("sample", "Sample", "Why this reward?", "e"),
+    Page("time", "Time", "Where do the GPU seconds go?", "t"),
+    Page("trust", "Trust", "Can I believe it?", "u"),
+    Page("compare", "Compare", "What differs?", "c", "several"),
+    Page("sql", "SQL", "Anything else?", "q", "several"),
+)
+
+
+def add_dashboard_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", nargs="?", default=RUNS, type=Path, metavar="DIR", help="a folder of runs, or one run's folder"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=partial(at_least, 0), default=6446, help="port to listen on; 0 is any free port")
+
+
+def run_dashboard(arguments: argparse.Namespace) -> int:
+    """Serve until interrupted or terminated."""
+    say = partial(print, flush=True)
+    folder, host = arguments.folder.expanduser(), arguments.host
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}: name the folder that contains the runs")
+    from distflow.commands.dashboard_pages import Dashboard
+
+    check_server_packages("`distflow dashboard`", "ui")
+
+    is_local = host in _LOOPBACK
+    token = "" if is_local else secrets.token_urlsafe(24)
+    with listen(host, arguments.port) as listening, Dashboard(folder) as dashboard, suppress(KeyboardInterrupt):
+        port = listening.getsockname()[1]
+        shown = f"[{host}]" if ":" in host else host
+        say(f"distflow {__version__} · {escape_control(str(folder), one_line=True)}")
+        say(f"http://{shown}:{port}/{f'?token={token}' if token else ''}  (Ctrl-C ends)")
+        if is_local:
+            say(f"from another machine: ssh -L {port}:{shown}:{port} {socket.gethostname()}, then the same address")
+        threading.Thread(target=dashboard.read_ahead, daemon=True).start()
+        make_server(dashboard, host, token).run([listening])
+    return 0
+
+
+def make_server(dashboard: "Dashboard", host: str, token: str = "") -> Any:
+    """A server of uvicorn, to be run on a socket that listens on the host."""
+    uvicorn = import_module("uvicorn")
+    app = Guard(make_app(dashboard), _names_of(host), token)
+    options = {"log_config": None, "lifespan": "off", "access_log": False, "timeout_graceful_shutdown": 1}
+    return uvicorn.Server(uvicorn.Config(app, **options))
+
+
+def _names_of(host: str) -> frozenset[str]:
+    """The names under which a browser may ask for the dashboard; "*" stands for any address in numbers."""
+    names = {*_LOOPBACK, host.lower()}
+    if host in ("0.0.0.0", "::"):
+        names |= {"*", socket.gethostname().lower(), socket.getfqdn().lower()}
+    return frozenset(names)
+
+
+class Guard:
+    """Refuses what another page of the browser may have sent: requests under a foreign name (a name that a foreign
+    server has led here), or from a foreign origin; and what has no token, if there is one."""
+
+    def __init__(self, app: Any, names: frozenset[str], token: str) -> None:
+        self._app, self._names, self._token = app, names, token
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":  # a websocket is not answered at all
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        status, text, more = self._refusal(scope, headers)
+        if status:
+            sent = [*_HEADERS.items(), ("content-type", "text/plain; charset=utf-8"), *more.items()]
+            raw = [(name.encode(), value.encode("latin-1")) for name, value in sent]
+            await send({"type": "http.response.start", "status": status, "headers": raw})
+            await send({"type": "http.response.body", "body": text.encode()})
+        else:
+            await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[int, str, dict[str, str]]:
+        """A status other than 0, a text and headers for what is not answered."""
+        host = headers.get("host", "")
+        if not self._is_own(host):
+            return (
+                421,
+                f"This dashboard does not answer under the name {host!r}: use the address that it printed.\n",
+                {},
+            )
+        if headers.get("origin") not in (None, f"http://{host}"):
+            return 403, f"This dashboard does not answer pages of {headers['origin']!r}.\n", {}
+        if scope["method"] not in ("GET", "HEAD"):
+            return 405, "This dashboard only shows: it answers GET alone.\n", {"allow": "GET, HEAD"}
+        if not self._token:
+            return 0, "", {}
+        query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+        if self._is_token(query.pop("token", "")):
+            rest = "&".join(f"{quote(name)}={quote(value)}" for name, value in query.items())
+            cookie = f"{_COOKIE}={self._token}; HttpOnly; SameSite=Strict; Path=/"
+            return 303, "", {"location": quote(scope["path"]) + (f"?{rest}" if rest else ""), "set-cookie": cookie}
+        cookies = dict(each.strip().partition("=")[::2] for each in headers.get("cookie", "").split(";"))
+        if self._is_token(cookies.get(_COOKIE, "")):
+            return 0, "", {}
+        return 401, "This dashboard wants its token: open the whole address that it printed.\n", {}
+
+    def _is_own(self, host: str) -> bool:
+        name = host.lower().rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host.lower()
+        name = name.strip("[]")
+        if "*" in self._names:
+            with suppress(ValueError):
+                return bool(ipaddress.ip_address(name))
+        return name in self._names
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self._token.encode())
+
+
+def make_app(dashboard: "Dashboard") -> Any:
+    """The Starlette application of the pages, their files, and the answers that their scripts ask for."""
+    starlette, routing = import_module("starlette.applications"), import_module("starlette.routing")
+    answer = import_module("starlette.responses").Response
+    served = served_files()
+
+    def respond(body: bytes, kind: str, status: int = 200) -> Any:
+        return answer(body, status, _HEADERS, f"{kind}; charset=utf-8")
+
+    def show_page(page: Page, request: Any) -> Any:
+        runs = request.query_params.getlist("run")
+        pages = [each._asdict() for each in PAGES]
+        data = {"api": "/api/", "page": page.name, "pages": pages, **dashboard.frame(runs, page.of_run)}
+        return respond(served_page(data, ", ".join(data["runs"]) or "Runs"), "text/html")
+
+    def show_file(request: Any) -> Any:
+        name = request.path_params["name"]
+        if name not in served:
+            return missing(request, None)
+        return respond(served[name], "text/css" if name.endswith(".css") else "text/javascript")
+
+    def give(request: Any) -> Any:
+        query = request.query_params
+        content = dashboard.answer(request.path_params["part"], query.getlist("run"), dict(query))
+        return respond(encode(content), "application/json")
+
+    def missing(request: Any, error: Exception | None) -> Any:
+        text = f"There is no page {request.url.path}: the pages are {', '.join(page.title for page in PAGES)}."
+        return refuse(request, UserError(text), 404)
+
+    def refuse(request: Any, error: Exception, status: int = 400) -> Any:
+        if request.url.path.startswith("/api/"):
+            return respond(encode({"error": str(error)}), "application/json", status)
+        return respond(f"{escape_control(str(error))}\n".encode(), "text/plain", status)
+
+    def fail(request: Any, error: Exception) -> Any:
+        return refuse(request, UserError(f"{type(error).__name__}: {error}; the terminal has the traceback"), 500)
+
+    routes = [routing.Route(f"/{page.name if page.of_run else ''}", partial(show_page, page)) for page in PAGES]
+    routes += [routing.Route("/static/{name}", show_file), routing.Route("/api/{part}", give)]
+    return starlette.Starlette(routes=routes, exception_handlers={404: missing, UserError: refuse, Exception: fail})
+
+
+_WATCH_EVERY_S = 2.0
+
+
+def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_argument(parser)
+    parser.add_argument("--once", action="store_true", help="show the run as it is now, and end")
+
+
+def run_watch(arguments: argparse.Namespace) -> int:
+    """Show a run that another process writes, until its end."""
+    watched = _Watched(find_run(arguments.run_dir))
+    try:
+        while not watched.look() and not arguments.once:
+            watched.wait()
+    finally:
+        watched.view.close()
+    return 0
+
+
+class _Watched:
+    """A run that another process writes. Its restarts are followed, in place or by another command."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from distflow.observe.writing.terminal_view import TerminalView
+
+        run, plan = (read_object(run_dir / name, run_dir) for name in ("run.json", "plan.json"))
+        total, ranks = run.get("total_steps"), plan.get("ranks")
+        generates = not isinstance(ranks, list) or '"rollout"' in json.dumps(ranks)
+        title, num_steps = str(run.get("experiment") or run_dir), total if isinstance(total, int) else 0
+        self._run_dir, self._metrics = run_dir, GrowingMetrics(run_dir)
+        self._shown, self._num_events, self._was_written = set[tuple[int, int, str]](), 0, True
+        self._restart = 0
+        records = self._metrics.read(read_timeline(run_dir))
+        self._time = records[0].t if records else 0.0  # of what is shown; 0: now
+        self.view = TerminalView(title, num_steps, clock=lambda: self._time or time.time(), generates=generates)
+        self.view.phase("")
+
+    def look(self) -> bool:
+        """Show what is new. Returns whether the run is over."""
+        is_written = writer_of(self._run_dir) is not None  # before its files are read, so that none is missed
+        events = read_events(self._run_dir)
+        records = self._metrics.read(read_timeline(self._run_dir))
+        new = [each for each in records if (each.restart, each.step, each.kind) not in self._shown]
+        self._shown.update((each.restart, each.step, each.kind) for each in new)
+        parts: tuple[Sequence[Event | MetricsRecord], ...] = (events[self._num_events :], new)
+        ordered = [pair for part in parts for pair in zip(accumulate((e.t for e in part), max), part, strict=True)]
+        for self._time, each in sorted(ordered, key=lambda pair: pair[0]):  # a clock may step back within a part
+            if isinstance(each, Event):
+                self._tell(each)
+            else:
+                self._log(each)
+        self._num_events, has_ended = len(events), status(events)["word"] != "no end yet"
+        if self._was_written and not is_written and not has_ended:
+            said = "no process on this machine writes to the run: it was killed, or runs elsewhere"
+            self.view.note("warning", f"{said}; it is shown further if it goes on (Ctrl-C ends)")
+        self._was_written = is_written
+        return has_ended and not is_written
+
+    def wait(self) -> None:
+        self._time = 0.0
+        time.sleep(_WATCH_EVERY_S)
+
+    def _log(self, record: MetricsRecord) -> None:
+        if record.restart > self._restart:
+            self._restart = record.restart
+            self.view.rewind(record.step - 1)
+        self.view.log(record.step, record.values)
+
+    def _tell(self, event: Event) -> None:
+        if event.kind == "start" and event.restart:
+            resumed_at = event.fields.get("resumed_at")
+            self.view.note("info", f"restart {event.restart}, from step {max(to_number(resumed_at) or 0, 0):.0f}")
+        elif event.kind in PROBLEM_KINDS and not event.rolled_back:
+            self.view.note(event.kind, event.message)

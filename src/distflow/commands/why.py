@@ -1,0 +1,253 @@
+"""`distflow why`: the groups of a step, how each was generated, and the groups dropped since the previous step, from
+the ledger and the samples."""
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from distflow.commands.arguments_and_run_folders import LEDGER, add_run_argument, at_least, find_run
+from distflow.commands.sql_show_and_diff import aligned, as_json
+from distflow.errors import UserError, count_of
+from distflow.launch.run_folders.step_lineage import StepLineage, step_lineage
+from distflow.observe.crash_safe_files import to_number
+from distflow.observe.run_reader import Group
+from distflow.observe.sanitized_output import escape_control
+
+if TYPE_CHECKING:
+    from distflow.observe.crash_safe_files import JSON
+    from distflow.observe.run_reader import Attempt
+
+    Responses = Sequence[Mapping[str, JSON]]
+
+MAX_TEXT = 80
+_MAX_PARTS, _MAX_TURNS = 20, 40
+_MAX_SAMPLE_BYTES = 64 * 2**20
+_short = partial(escape_control, limit=MAX_TEXT, one_line=True)
+
+
+def add_why_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_argument(parser)
+    parser.add_argument("step", metavar="STEP", type=partial(at_least, 1), help="number of the step, counted from 1")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+class StepContent(NamedTuple):
+    """What a step was made of. head: sentences. slowest: the uid of the longest response of the group that was done
+    last. groups, dropped: rows of tables. dropped_note: a title. damage: of the samples' files."""
+
+    lineage: StepLineage
+    responses: Mapping[int, "Responses"]
+    invoice: dict[str, Any]
+    head: list[str]
+    slowest: str
+    groups: list[dict[str, str]]
+    dropped_note: str
+    dropped: list[dict[str, str]]
+    damage: list[str]
+
+
+def step_content(run_dir: Path, step: int) -> StepContent:
+    """Raises UserError if the ledger has no such step."""
+    from distflow.observe.report.doctor import read_charges
+    from distflow.observe.report.invoice import invoice_json, invoice_lines, price_of
+    from distflow.observe.run_reader import read_config, read_samples
+    from distflow.observe.sample_files import SAMPLES, sample_file_name
+
+    lineage = step_lineage(run_dir / LEDGER, step)
+    damage: list[str] = []
+    responses = _by_group(read_samples(run_dir, step, max_bytes=_MAX_SAMPLE_BYTES, damage=damage))
+    price = price_of(read_config(run_dir))
+    try:
+        found = read_charges(run_dir, step)
+    except UserError as error:
+        found, damage = [], [*damage, f"where its time went is unknown: {error}"]
+    last, slowest = _last_done(lineage, responses)
+    head = _head(lineage, run_dir) + last
+    head += [escape_control(line, one_line=True) for line in invoice_lines(found, price)]
+    if lineage.consumed_at is not None and not responses:
+        name = f"{SAMPLES}/{sample_file_name(step, 'train')}"
+        head.append(f"scores and reward parts are missing: {name} is missing, empty or rolled back")
+    head += [_short(each, limit=400) for each in damage]
+    groups = [_group_row(group, lineage, responses.get(group.group_id, ())) for group in lineage.groups]
+    reasons = Counter(_short(group.reason or "") for group in lineage.dropped)
+    note = f"dropped meanwhile: {', '.join(f'{count} {reason}' for reason, count in reasons.most_common()) or 'none'}"
+    dropped = [_group_row(group, lineage, ()) for group in lineage.dropped]
+    return StepContent(lineage, responses, invoice_json(found, price), head, slowest, groups, note, dropped, damage)
+
+
+def run_why(arguments: argparse.Namespace) -> int:
+    content = step_content(find_run(arguments.run_dir), arguments.step)
+    lineage, responses = content.lineage, content.responses
+    if arguments.json:
+        kinds = {"groups": lineage.groups, "dropped": lineage.dropped}
+        tables = {kind: [_json_row(group, responses) for group in own] for kind, own in kinds.items()}
+        print(as_json({"step": lineage.step, **tables, "invoice": content.invoice, "damage": content.damage}))
+        return 0
+    lines = [*content.head, *_table("groups", content.groups), *_table(content.dropped_note, content.dropped)]
+    if lineage.aborted:
+        group_ids = ", ".join(map(str, lineage.aborted))
+        lines += ["", f"aborted when the step was full, and generated again later: groups {group_ids}"]
+        lines += [f"  {lineage.aborted_tokens:,} tokens that were generated for them are discarded"]
+    shown = _shown(lineage.groups, responses)
+    lines += _remarks(shown) + _conversations(shown)
+    lines += _restarts([*lineage.groups, *lineage.dropped])
+    print("\n".join(lines))
+    return 0
+
+
+def _head(lineage: StepLineage, run_dir: Path) -> list[str]:
+    name = f"step {lineage.step} of {escape_control(str(run_dir), one_line=True)}"
+    if lineage.consumed_at is None:
+        counts = Counter(group.state for group in lineage.groups)
+        states = ", ".join(f"{count} {state}" for state, count in counts.most_common()) or "none"
+        return [f"{name} is not finished; states of its groups at the end of the ledger: {states}"]
+    tokens = sum(group.tokens or 0 for group in lineage.groups)
+    bound = "" if lineage.max_staleness is None else f", staleness at most {lineage.max_staleness}"
+    return [
+        f"{name}: {count_of(len(lineage.groups), 'group')}, {tokens:,} tokens{bound}",
+        f"consumed {_moment(lineage.consumed_at)} by restart {lineage.restart}; {_outcome(lineage)}",
+    ]
+
+
+def _last_done(lineage: StepLineage, responses: Mapping[int, "Responses"]) -> tuple[list[str], str]:
+    """A sentence on the group for which the step waited, and the uid of its longest response."""
+    timed = [group for group in lineage.groups if group.completed is not None and group.attempts]
+    if len(timed) < 2:
+        return [], ""
+    last = max(timed, key=lambda group: group.completed or 0.0)
+    took = f"{(last.completed or 0.0) - last.attempts[-1].t:.3g} s after its start"
+    own = responses.get(last.group_id, ())
+    lengths = {str(each.get("uid")): to_number(each.get("response_length")) for each in own}
+    longest = max(lengths, key=lambda uid: lengths[uid] or 0.0, default="")
+    tokens = f" of {lengths[longest]:,.0f} tokens" if longest and lengths[longest] else ""
+    also = f"; its longest response is {_short(longest)}{tokens}" if longest else ""
+    return [f"the last group to be done was {last.group_id}, {took}{also}"], longest
+
+
+def _outcome(lineage: StepLineage) -> str:
+    if lineage.weights is None:
+        return f"the ledger ends before its version {lineage.step}"
+    if lineage.weights == lineage.step:
+        return f"it made version {lineage.step} of the weights"
+    return f"no weights were sent: version {lineage.step} has the weights of step {lineage.weights}"
+
+
+def _group_row(group: Group, lineage: StepLineage, own: "Responses") -> dict[str, str]:
+    """own: its responses. The row is unknown if it began in another run's folder."""
+    scored = [response for response in own if not response.get("errors")]
+    last, is_dropped = group.attempts[-1] if group.attempts else None, group.state == "dropped"
+    version = last and last.version if is_dropped else group.version
+    is_late = version is not None and lineage.consumed_at is not None and not is_dropped
+    shown = {
+        "group": group.group_id,
+        "domain": group.domain and _short(group.domain),
+        **{name: "?" if place is None else place for name, place in (("epoch", group.epoch), ("row", group.row))},
+        "state": None if group.state in ("trained", "dropped") else group.state,
+        "version": version,
+        "stale": lineage.step - 1 - (version or 0) if is_late else None,
+        "worker": last and last.worker and _short(last.worker),
+        "attempts": len(group.attempts) if len(group.attempts) > 1 else None,
+        "tokens": None if group.tokens is None or is_dropped else f"{group.tokens:,}",
+        "samples": len(own) or None,
+        "reward errors": len(own) - len(scored) or None,
+        "score": _mean(response.get("score") for response in scored),
+        "reward parts": _reward_parts(scored),
+        "reason": _short(group.reason or ""),
+    }
+    return {name: "" if value is None else str(value) for name, value in shown.items()}
+
+
+def _json_row(group: Group, responses: Mapping[int, "Responses"]) -> dict[str, object]:
+    fields = ("group_id", "state", "domain", "epoch", "row", "version", "tokens", "reason")
+    scores = [to_number(response.get("score")) for response in responses.get(group.group_id, ())]
+    return {**{name: getattr(group, name) for name in fields}, "scores": scores}
+
+
+def _reward_parts(scored: "Responses") -> str:
+    """The mean of each part over the samples that have a score."""
+    parts = [part for response in scored if isinstance(part := response.get("reward_parts"), Mapping)]
+    names = list(dict.fromkeys(name for part in parts for name in part))[:_MAX_PARTS]
+    return ", ".join(f"{_short(name)} {_mean(part.get(name) for part in parts) or '?'}" for name in names)
+
+
+def _mean(values: Iterable[object]) -> str:
+    numbers = [number for value in values if (number := to_number(value)) is not None]
+    return f"{sum(numbers) / len(numbers):.3f}" if numbers else ""
+
+
+def _restarts(groups: Sequence[Group]) -> list[str]:
+    tried = [group for group in groups if len(group.attempts) > 1]
+    lines = ["", "started more than once"] if tried else []
+    return lines + [f"  group {group.group_id}: {', then '.join(map(_start, group.attempts))}" for group in tried]
+
+
+def _shown(groups: Sequence[Group], responses: Mapping[int, "Responses"]) -> "Responses":
+    """A response of each group: one with a reward error, else the first wrong one."""
+    from distflow.observe.run_reader import failure, is_right
+
+    return [
+        min(own, key=lambda response: (failure(response) is None, is_right(response) is True))
+        for group in groups
+        if (own := responses.get(group.group_id, ()))
+    ]
+
+
+def _remarks(shown: "Responses") -> list[str]:
+    """The remarks of reward functions on them."""
+    from distflow.observe.run_reader import failure, in_short, is_right
+
+    lines = []
+    for own in shown:
+        if remark := in_short(own):
+            reward_result = failure(own) or {True: "right", False: "wrong", None: ""}[is_right(own)]
+            lines.append(f"  {_short(str(own.get('uid')))} {reward_result:<7} {remark}")
+    return ["", "reports of reward functions", *lines] if lines else []
+
+
+def _conversations(shown: "Responses") -> list[str]:
+    """The messages of a workflow's conversations: the policy's turns were drawn, the others given."""
+    lines = []
+    for own in shown:
+        turns = own.get("conversation")
+        for turn in turns[:_MAX_TURNS] if isinstance(turns, list) else ():
+            if isinstance(turn, Mapping):
+                owner, fork = _short(str(turn.get("owner"))), _short(str(turn.get("fork") or ""))
+                agent, why = (_short(str(turn.get(name) or "")) for name in ("agent", "why"))
+                who = f"{agent}: " * bool(agent) + ("drawn" if owner == "policy" else f"given, {owner}")
+                who += f" (fork {', '.join(filter(None, (fork, why)))})" * bool(fork)
+                lines.append(f"  {_short(str(own.get('uid')))} {who:<18} {_short(str(turn.get('text')))}")
+    return ["", "an episode of each group", *lines] if lines else []
+
+
+def _start(attempt: "Attempt") -> str:
+    worker = f" by {_short(attempt.worker)}" if attempt.worker else ""
+    ended = ", aborted: its step was full" if attempt.aborted else ""
+    return f"{_moment(attempt.t)} at version {attempt.version}{worker} (restart {attempt.restart}{ended})"
+
+
+def _by_group(rows: "Responses") -> dict[int, list[Mapping[str, "JSON"]]]:
+    """Responses by group id: a sample's uid is GROUP-NUMBER."""
+    responses: dict[int, list[Mapping[str, JSON]]] = {}
+    for row in rows:
+        group_id = str(row.get("uid", "")).partition("-")[0]
+        if group_id.isdecimal() and len(group_id) < 19:
+            responses.setdefault(int(group_id), []).append(row)
+    return responses
+
+
+def _table(title: str, rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """A table without columns that are empty in every row. Numbers are right-aligned; the last column, a text, is
+    left-aligned. Only the title if there are no rows."""
+    if not rows:
+        return ["", title]
+    names = [name for name in rows[0] if any(row[name] for row in rows)]
+    cells = [names, *([row[name] for name in names] for row in rows)]
+    return ["", title, *(f"  {line}" for line in aligned(cells, set(range(len(names) - 1))))]
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -1,0 +1,243 @@
+"""Exports policies of checkpoints as Hugging Face folders (`distflow.json` names the source), with adapters merged or
+alone, by command or beside each checkpoint, and copies them into a run that starts from one, so that it can resume
+without the other run."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from distflow.config import Config, Loaded, config_of_run, flatten
+from distflow.config.derived_settings import config_of_policy, trained_policies
+from distflow.config.keys.dag import FIRST_POLICY
+from distflow.config.keys.schema import with_values
+from distflow.errors import UserError
+from distflow.launch.configured_models import copy_weights, load_policy, tokenizer_loader
+from distflow.launch.user_code_trust import code_of_run, model_code, only_if_trusted, without_model_code
+from distflow.models.image_inputs import images_of
+from distflow.models.loading import quiet_transformers
+from distflow.models.lora import has_adapter, named_weights, unwrapped
+from distflow.observe.crash_safe_files import empty_folder, read_object
+from distflow.runtime.checkpoint.files import MANIFEST, by_age, checkpoints_in
+from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS, describe_choice, is_of_a_run, policy_checkpoint
+from distflow.training.engine import TrainState
+
+NOTE = "distflow.json"
+MODELS = "models"
+HUGGINGFACE = "huggingface"
+_MODELS = (
+    *("actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path"),
+    *("critic.model.path", "reward_model.model.path"),
+)
+
+Say = Callable[[str], None]
+
+
+def export_checkpoint(
+    source: Path, target: Path, *, trust_code: bool = False, say: Say = lambda line: None, adapter: bool = False
+) -> Path:
+    """Write the policy of a run's folder (its latest checkpoint) or of one checkpoint; adapters are merged, or with
+    `adapter` written alone. If its agents have several policies, each gets a folder with its name in the target. If the
+    target already has the same content, nothing is done.
+
+    trust_code: Python code that came with the model may run if the run's config allowed it; `say` is called with that
+    code, and with the step. Raises UserError if there is no complete checkpoint, the target is not empty, or the code
+    is not trusted.
+    """
+    checkpoint = policy_checkpoint(source)
+    note = {"run": str(source), "step": checkpoint.step, "checkpoint": identity(checkpoint.path)}
+    note |= {"adapter": True} if adapter else {}
+    say(describe_choice(checkpoint, source))
+    if target.is_file():
+        raise UserError(f"'{target}' is a file: name a folder to export to")
+    there = read_object(target / NOTE)
+    if all(there.get(key) == note.get(key) for key in ("checkpoint", "adapter")):
+        say(f"{target} holds it already")
+        return target
+    empty_folder(target)
+    with checkpoint.reading():
+        config = config_of_run(checkpoint.load("run")["config"])
+        trained = TrainState(checkpoint.load("actor")).trained_weights()
+    if adapter and not config.actor_rollout_ref.model.lora_rank:
+        raise UserError(f"{source} has no adapter, because the run trained all weights: remove --adapter")
+    code = model_code(config)
+    only_if_trusted(code, trust_code, say)
+    if not code:
+        config = without_model_code(config)
+    policies, tokenizer = trained_policies(config), tokenizer_loader(config)()
+    for name in policies:
+        own = {weight.removeprefix(f"{name}."): t for weight, t in trained.items() if weight.startswith(f"{name}.")}
+        export_model(_trained_model(config_of_policy(config, name), own, source), tokenizer, target / name)
+    if policies:
+        (target / NOTE).write_text(json.dumps(note, indent=2) + "\n", "utf-8")
+        say(f"exported the policies {', '.join(policies)} to folders in {target}")
+        return target
+    export_model(_trained_model(config, trained, source), tokenizer, target, note=(NOTE, note), adapter=adapter)
+    say(f"exported to {target}")
+    return target
+
+
+def _trained_model(config: Config, trained: Mapping[str, Tensor], source: Path) -> nn.Module:
+    model = load_policy(config, torch.device("cpu"))  # the training machine may have had another device
+    if unknown := copy_weights(trained, model):
+        raise UserError(
+            f"{source} belongs to another model: its '{unknown}' is not a weight of the model, or has another shape"
+        )
+    return model
+
+
+def write_hf_models(run_dir: Path, warn: Say) -> None:
+    """Export the policy of each checkpoint to `huggingface/NAME`, and remove those of earlier ones.
+
+    Separate processes export, so that neither memory nor random generators of the run change. warn: called with what
+    could not be written; the checkpoint remains complete.
+    """
+    folder, checkpoints = run_dir / HUGGINGFACE, by_age(run_dir / CHECKPOINTS)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    wanted = {path.name: identity(path) for path in checkpoints}
+    for left in folder.iterdir():
+        is_ours = left.name.startswith(".step-") or "checkpoint" in read_object(left / NOTE)
+        if is_ours and read_object(left / NOTE).get("checkpoint") != wanted.get(left.name, ""):
+            shutil.rmtree(left, ignore_errors=True)
+    for path in checkpoints:
+        if (folder / path.name).exists():
+            continue
+        command = ["-m", "distflow", "export", str(path), "--to", str(folder / path.name), "--trust-code"]
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(  # in its own session, which Ctrl-C does not end
+            [sys.executable, *command], capture_output=True, text=True, env=env, start_new_session=True
+        )
+        if done.returncode:
+            why = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+            warn(f"{path.name} could not be exported to a Hugging Face folder (trainer.save_hf_model): {why[0]}")
+
+
+def identity(checkpoint: Path) -> str:
+    """A checkpoint's identity, from its manifest with the checksums of all parts."""
+    return hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
+
+
+def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
+    """The config, where each run or checkpoint named as a model is replaced by a model folder of this run,
+    `models/...`.
+
+    A resumed run uses the copy that it began from. `say` is called with a description. Raises UserError as
+    `export_checkpoint` does.
+    """
+    config, policies = loaded.config, loaded.config.dag.policies
+    values: dict[str, Any] = flatten(config)
+    changes: dict[str, Any] = {key: _folder(values[key], config, say) for key in _MODELS}
+    models = config.reward_model.models.items()
+    changes["reward_model.models"] = {
+        name: replace(each, path=_folder(each.path, config, say) or "") for name, each in models
+    }
+    path = changes[_MODELS[0]]
+    if path is not None and (of_run := Path(path) / FIRST_POLICY).is_dir():  # one of several
+        changes[_MODELS[0]], folders = str(of_run), {name: of_run.with_name(name) for name in policies}
+        own = {name: {"model.path": str(each), "model.init": "pretrained"} for name, each in folders.items()}
+        changes["dag.policies"] = {
+            name: {**policies[name], **(own[name] if folders[name].is_dir() else {})} for name in policies
+        }
+    if all(values[key] == value for key, value in changes.items() if key != "dag.policies"):
+        return loaded
+    return replace(loaded, config=with_values(config, changes))
+
+
+def write_config_of(run: Path, file: Path, say: Say, *, trust_code: bool, generates_only: bool = False) -> Path:
+    """Write the config of a run or checkpoint as YAML, with its policy as the model: keys for loading the run's initial
+    model are reset. Raises UserError if there is none, or if it names code and `trust_code` is off (`code_of_run`)."""
+    if (run / "config.json").is_file():
+        raise UserError(f"{run} is a model: choose a preset: distflow eval PRESET actor_rollout_ref.model.path={run}")
+    checkpoint = policy_checkpoint(run)
+    with checkpoint.reading():
+        # `${` of a stored value is text, as it was when the run began: it must not read this user's environment.
+        stored = re.sub(r"((?:\\\\)*)\$\{", r"\1\1\\\\${", json.dumps(checkpoint.load("run")["config"]))
+        values = json.loads(stored)
+        only_if_trusted(code_of_run(config_of_run(values), generates_only), trust_code, say)
+        begun = {"path": str(run), "tokenizer_path": None, "init": "pretrained", "gguf_file": None, "revision": None}
+        values["actor_rollout_ref"]["model"] |= begun
+    file.write_text(yaml.safe_dump(values, sort_keys=False), "utf-8")
+    return file
+
+
+def _folder(path: str | None, config: Config, say: Say) -> str | None:
+    if path is None or not is_of_a_run(path):
+        return path
+    copies, run_dir = config.trainer.run_dir / MODELS, config.trainer.run_dir
+    anew = config.trainer.resume_mode == "never" or not checkpoints_in(run_dir / CHECKPOINTS)
+    kept = [note.parent for note in copies.glob(f"*/{NOTE}") if read_object(note).get("run") == path]
+    if kept and not anew:
+        copy = max(kept, key=lambda folder: folder.stat().st_mtime)
+        say(f"model: this run's own copy of its initial model {path}, {copy}")
+        return str(copy)
+    copies.mkdir(mode=0o700, exist_ok=True)
+    source = Path(path)
+    checkpoint = policy_checkpoint(source)
+    say(f"model: {describe_choice(checkpoint, source)}")
+    target = copies / f"{checkpoint.path.name}-{identity(checkpoint.path)[:8]}"
+    trusted = config.actor_rollout_ref.model.trust_remote_code
+    return str(export_checkpoint(source, target, trust_code=trusted))
+
+
+def export_model(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: str | Path,
+    *,
+    note: tuple[str, Mapping[str, object]] | None = None,
+    adapter: bool = False,
+) -> Path:
+    """Write config, safetensors and tokenizer to `folder`, which must not exist or be empty; it appears atomically.
+
+    note: a JSON file beside them. adapter: write only the model's adapter, which names the folder or hub id of its base
+    model. Returns the folder. Raises UserError if the folder is not empty or not writable.
+    """
+    target = empty_folder(folder).resolve()
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            if adapter:
+                model.save_pretrained(aside, save_embedding_layers=False)  # type: ignore[operator]  # peft's
+            else:
+                _save_whole(model, aside)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(aside)
+                if (processor := images_of(tokenizer)) is not None:
+                    processor.save(aside)
+            if note is not None:
+                (aside / note[0]).write_text(json.dumps(note[1], indent=2) + "\n", "utf-8")
+            aside.chmod(stat.S_IMODE(target.stat().st_mode))
+            aside.rename(target)  # replaces the empty folder; fails if somebody filled it meanwhile
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"'{target}' cannot be written: {error}") from error
+    return Path(folder)
+
+
+def _save_whole(model: nn.Module, folder: Path) -> None:
+    causal = unwrapped(model)
+    weights: dict[str, Tensor] = causal.state_dict()
+    if has_adapter(model):
+        buffers = {name: buffer for name, buffer in causal.named_buffers() if name in weights}
+        weights = {**dict(named_weights(model)), **buffers}
+    with quiet_transformers():
+        causal.save_pretrained(folder, state_dict=weights)
+    file = folder / "config.json"  # a reward model's weights are those of either class
+    file.write_text(file.read_text().replace("ForTokenClassification", "ForSequenceClassification"))

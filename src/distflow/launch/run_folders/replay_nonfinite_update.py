@@ -1,0 +1,149 @@
+"""`distflow replay`: reruns a saved non-finite update on the CPU and reports where it went wrong."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from yaml import YAMLError
+
+from distflow.algorithms.objectives import PairObjective, SFTObjective
+from distflow.audit.every_step.step_invariants import BATCH, CONFIG, FACTS, WEIGHTS
+from distflow.config import Config, config_from_dict, config_of_run
+from distflow.config.derived_settings import reads_pairs
+from distflow.data.batch import Batch
+from distflow.errors import UserError, count_of
+from distflow.graph.fields import Axis
+from distflow.import_target import load_modules
+from distflow.launch.configured_models import copy_weights
+from distflow.launch.model_and_engine_factories import make_factories
+from distflow.launch.user_code_trust import algorithm_code, model_code, only_if_trusted, without_model_code
+from distflow.observe.crash_safe_files import read_object
+from distflow.pipelines.nodes.objectives_from_config import policy_objective, value_objective
+from distflow.planning.plan import RankPlan
+from distflow.runtime.resources import build_resources
+from distflow.training.engine import LossFn
+from distflow.training.torch_engine import TorchTrainEngine
+from distflow.untrusted_files import MAX_YAML_BYTES, check_tensors, load_yaml, read_file
+
+ROLES = ("actor", "critic")
+
+_DAMAGE = (
+    *(OSError, EOFError, LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError),
+    *(YAMLError, SafetensorError),
+)
+"""Errors from reading a damaged or foreign file of a bundle."""
+
+
+def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
+    """Readable lines: non-finite columns and weights, the update's metrics, and each sample that is non-finite alone.
+
+    trust_code: modules that the run imported, and code that came with its model, may run here; a line lists them.
+    Raises UserError if the folder is not a bundle or is damaged, has weights of a model other than the config's, or the
+    code is not trusted.
+    """
+    if not (bundle / FACTS).is_file():
+        raise UserError(f"{bundle} is not a bundle: it has no {FACTS}; bundles are in the folder bundles/ of a run")
+    with _reading(bundle):
+        keys = load_yaml(read_file(bundle / CONFIG, bundle, MAX_YAML_BYTES))
+        if not isinstance(keys, dict):
+            raise ValueError(f"{CONFIG} holds no keys")
+        config = config_of_run(keys)
+        facts = read_object(bundle / FACTS, bundle)
+        role, step, metrics = str(facts["role"]), int(facts["step"]), dict(facts["metrics"])  # type: ignore[arg-type]
+        if role not in ROLES:
+            raise ValueError(f"{FACTS} names the role {role!r}")
+        batch = Batch.load(bundle / BATCH)
+        weights = load_file(check_tensors(bundle / WEIGHTS, bundle))
+    code, notes = [*algorithm_code(config), *model_code(config)], list[str]()
+    only_if_trusted(code, trust_code, notes.append)
+    yield from notes
+    if code:
+        load_modules(config.trainer.imports)  # they register losses and config groups
+        config = config_from_dict(keys, judge=False)
+    else:
+        config = without_model_code(config)
+    yield f"update of the {role} in step {step + 1}: {count_of(len(batch), 'sample')}"
+    yield from _non_finite_columns(batch)
+    for name, tensor in weights.items():
+        if wrong := int((~tensor.isfinite()).sum()):
+            yield f"weight {name}: {wrong} entries are not finite"
+    engine = _engine(config, role)
+    _load_weights(engine.model, weights)
+    with _reading(bundle):
+        objective = _objective(config, role, batch)
+        replayed = engine.train_step(batch, objective)
+    saved = ", ".join(f"{name} {metrics.get(name)}" for name in ("loss", "grad_norm"))
+    yield f"loss {replayed['loss']:g}, gradient norm {replayed['grad_norm']:g} (in the run: {saved})"
+    yield from _samples_alone(engine, objective, batch, weights)
+
+
+@contextmanager
+def _reading(bundle: Path) -> Iterator[None]:
+    """Turns errors of damaged or foreign files into a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except _DAMAGE as error:
+        raise UserError(
+            f"{bundle} is damaged, or from another version of distflow: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _samples_alone(
+    engine: TorchTrainEngine, objective: LossFn, batch: Batch, weights: Mapping[str, Tensor]
+) -> Iterator[str]:
+    found, is_pair = 0, isinstance(objective, PairObjective)
+    for row in range(0, len(batch), 1 + is_pair):
+        _load_weights(engine.model, weights)
+        alone = engine.train_step(batch.select(range(row, row + 1 + is_pair)), objective)
+        if alone["skipped"]:
+            found += 1
+            yield f"sample {batch['uid'][row]} alone: loss {alone['loss']:g}, gradient norm {alone['grad_norm']:g}"
+    if not found:
+        yield "each sample alone is finite: their sum is not, or the run's device computes differently"
+
+
+def _non_finite_columns(batch: Batch) -> Iterator[str]:
+    for name in batch.names:
+        column = batch.flat(name)
+        if not isinstance(column, Tensor) or not (wrong := ~column.isfinite()).any():
+            continue
+        axis = batch.field(name).axis
+        lengths = torch.ones(len(batch), dtype=torch.int64) if axis is Axis.SAMPLE else batch.lengths(axis)
+        rows = torch.arange(len(batch)).repeat_interleave(lengths)[wrong].unique().tolist()
+        who = ", ".join(batch["uid"][row] for row in rows[:8]) + (", ..." if len(rows) > 8 else "")
+        yield f"column {name}: {int(wrong.sum())} entries are not finite, in samples {who}"
+
+
+def _engine(config: Config, role: str) -> TorchTrainEngine:
+    """The role's engine on the CPU of this process, whatever devices and ranks the run had."""
+    settings, trainer = config.actor_rollout_ref, replace(config.trainer, device="cpu")
+    settings = replace(settings, actor=replace(settings.actor, strategy="torch"))
+    config = replace(config, trainer=trainer, actor_rollout_ref=settings)
+    factories = make_factories(config, {"actor", role}, (), steps=1)
+    engine = build_resources(factories, RankPlan(0, "cpu", (), (), (role,), ())).trained()[role]
+    assert isinstance(engine, TorchTrainEngine)
+    return engine
+
+
+def _objective(config: Config, role: str, batch: Batch) -> LossFn:
+    if role == "critic":
+        return value_objective(config)
+    if reads_pairs(config):
+        return PairObjective()
+    return policy_objective(config) if "advantages" in batch else SFTObjective()
+
+
+def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Raises UserError for a weight that the model lacks, since that would be another update."""
+    if unknown := copy_weights(weights, model):
+        raise UserError(
+            f"the bundle's weight {unknown} is not a weight of the model: actor_rollout_ref.model.path has another "
+            "model than in the run"
+        )

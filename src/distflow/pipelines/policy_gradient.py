@@ -1,0 +1,110 @@
+"""The nodes that the pipelines of RL share: from a prompt to a scored group, and from a step to its update.
+
+A pipeline is a function of the config that adds the nodes that the config needs. Their order follows from the columns
+that they read and write. Prompt groups go through the rollout nodes one by one, whole steps through the training nodes.
+"""
+
+from distflow.algorithms.registry import POLICY_LOSSES
+from distflow.config import Config
+from distflow.config.derived_settings import algorithms, filters_groups, unfiltered_domains
+from distflow.config.keys.algorithm import is_on
+from distflow.graph import Pipeline, TaskGraph
+from distflow.pipelines import nodes
+from distflow.pipelines.nodes.advantages import changes_rewards, weighs_samples
+from distflow.pipelines.nodes.by_domain import masks_samples
+from distflow.pipelines.nodes.objectives_from_config import corrects_drift, interpolates_prox
+
+
+def policy_gradient(pipeline: Pipeline, config: Config, has_critic: bool = False) -> TaskGraph:
+    """Generate, reward, compute log-probs and values, estimate advantages, update: the nodes of GRPO, and of pipelines
+    that differ from it only in settings or a critic."""
+    roll_out_and_score(pipeline, config)
+    prepare_training_data(pipeline, config)
+    if has_critic:
+        pipeline.add_node("compute_value", nodes.compute_value, only_forward_compute=True)
+    estimate_advantages(pipeline, config)
+    pipeline.add_node("actor_train", nodes.train_actor)
+    if has_critic:
+        pipeline.add_node("critic_train", nodes.train_critic)
+    return pipeline.build()
+
+
+def roll_out_and_score(pipeline: Pipeline, config: Config) -> None:
+    """The nodes of the rollout loop: from a prompt to a scored and filtered group."""
+    has_workflow = config.actor_rollout_ref.rollout.workflow is not None
+    pipeline.add_node("rollout_actor", nodes.run_workflow if has_workflow else nodes.generate)
+    pipeline.add_node("function_reward", nodes.take_scores if has_workflow else nodes.compute_reward)
+    if config.actor_rollout_ref.rollout.workflow == "simulator":
+        from distflow.pipelines.nodes.embodied_rewards import (  # no other run imports it
+            place_rewards,
+            simulator_columns,
+        )
+
+        pipeline.add_node("simulator_columns", simulator_columns)
+        if config.algorithm.reward_level != "token":
+            pipeline.add_node("step_rewards", place_rewards, ["function_reward"])
+    baselines = {domain: each.adv_estimator == "remax" for domain, each in algorithms(config)}
+    if all(baselines.values()):
+        pipeline.add_node("reward_baseline", nodes.greedy_baseline)
+    elif any(baselines.values()):
+        pipeline.add_node("reward_baseline", nodes.greedy_baseline, wanted=baselines)
+    if filters_groups(config):
+        unfiltered = sorted(unfiltered_domains(config))
+        pipeline.add_node("dynamic_sampling", nodes.dynamic_sampling, unfiltered=unfiltered)
+    if config.algorithm.filter_groups.should_accept is not None:
+        before = ["dynamic_sampling" if filters_groups(config) else "function_reward"]
+        pipeline.add_node("group_filter", nodes.filter_groups, before, validates=False)
+
+
+def prepare_training_data(pipeline: Pipeline, config: Config) -> None:
+    """Log-probs, rollout correction and rewards of a step, before its advantages."""
+    accepts = config.algorithm.filter_groups.should_accept is not None
+    before = ["function_reward", *["dynamic_sampling"] * filters_groups(config), *["group_filter"] * accepts]
+    nodes.score_by_models(pipeline, config, before)  # group filters know only the functions' scores
+    pipeline.add_node("actor_old_log_prob", nodes.compute_old_log_prob, plane="training", only_forward_compute=True)
+    # Without a KL term the reference model is not even built.
+    kl_in_reward = any(each.use_kl_in_reward for _, each in algorithms(config))
+    if kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss:
+        pipeline.add_node("reference_log_prob", nodes.compute_ref_log_prob, only_forward_compute=True)
+    correction = config.algorithm.rollout_correction
+    if correction.rollout_is and not interpolates_prox(config):  # it is known only within the loss
+        pipeline.add_node("mismatch_weights", nodes.correct_mismatch, phase="mismatch_weights")
+    elif corrects_drift(config):
+        pipeline.add_node("mismatch_weights", nodes.correct_drift, phase="mismatch_weights")
+    if correction.rollout_rs:
+        # Weights are computed for whole sequences, rejected tokens included.
+        after = ["mismatch_weights"] if correction.rollout_is or corrects_drift(config) else []
+        pipeline.add_node("mismatch_rejection", nodes.reject_mismatch, after, phase="mismatch_rejection")
+    each = [algorithm for _, algorithm in algorithms(config)]
+    if any(map(masks_samples, each)):
+        after = ["mismatch_rejection"] if correction.rollout_rs else []
+        pipeline.add_node("sample_mask", nodes.mask_samples, after, plane="training")
+    if any(map(changes_rewards, each)):
+        pipeline.add_node("reward_norm", nodes.normalize_rewards)
+    clips = any(algorithm.reward_clip is not None for algorithm in each)
+    if clips:
+        pipeline.add_node("reward_clip", nodes.clip_rewards, plane="training")
+    if kl_in_reward:
+        after = ["reward_clip"] if clips else []
+        pipeline.add_node("kl_penalty", nodes.apply_kl_penalty, after, validates=False)
+    if any(algorithm.whiten_rewards for algorithm in each):
+        after = ["kl_penalty"] if kl_in_reward else ["reward_clip"] if clips else []
+        pipeline.add_node("reward_whitening", nodes.whiten_rewards, after, plane="training")
+
+
+def estimate_advantages(pipeline: Pipeline, config: Config) -> None:
+    """The advantage of each token, and the tokens that the policy loss selects."""
+    pipeline.add_node("calculate_advantages", nodes.compute_advantage, plane="training")
+    each = [algorithm for _, algorithm in algorithms(config)]
+    after: list[str] = []  # they update the same column, in this order
+    for node_id, function, is_used in (
+        ("advantage_norm", nodes.normalize_advantages, any(is_on(algorithm.adv_norm) for algorithm in each)),
+        ("advantage_clip", nodes.clip_advantages, any(algorithm.advantage_clip is not None for algorithm in each)),
+        ("sample_weights", nodes.weigh_samples, any(map(weighs_samples, each))),
+    ):
+        if is_used:
+            pipeline.add_node(node_id, function, after, plane="training")
+            after = [node_id]
+    loss = POLICY_LOSSES.known(config.actor_rollout_ref.actor.policy_loss)
+    if loss is not None and loss.selects is not None:
+        pipeline.add_node("token_selection", nodes.select_tokens, phase="token_selection")
