@@ -127,7 +127,8 @@ def _check_actions(
     for step, action in enumerate(given["actions"]):
         places = [(number - a) / (b - a) * bins - 0.5 for number, (a, b) in zip(action, bounds, strict=True)]
         tokens = drawn[step * len(bounds) : (step + 1) * len(bounds)]
-        drew, between = tokens, [token - head["first"] - place for token, place in zip(tokens, places, strict=True)]
+        drew: Sequence[float] = tokens
+        between = [token - head["first"] - place for token, place in zip(tokens, places, strict=True)]
         if values:
             numbers = [2 * (number - a) / (b - a) - 1 for number, (a, b) in zip(action, bounds, strict=True)]
             own = slice(step * (size := tokens_of_action(options["actions"])), (step + 1) * size)
