@@ -23,7 +23,7 @@ LAYERS = (
     {"commands"},
     {"cluster"},
     {"launch"},
-    {"pipelines", "audit", "checks"},
+    {"pipelines", "audit"},
     {"runtime"},
     {"rollout", "training", "rewards", "environments"},
     {"models", "sandbox", "algorithms", "planning"},
@@ -37,7 +37,7 @@ LAYERS = (
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 MOST_FILES = 25
 MOST_IMPORTS = 20
-MOST_ARROWS = 105
+MOST_ARROWS = 95
 MOST_LINES = 60
 TABLES_OF_OPTIONS = (
     *("algorithms.", "pipelines.nodes.", "rewards.", "api.train", "graph.task_graph"),

@@ -73,7 +73,7 @@ def _on_tokens(recorded: RecordedStep, sample: Sample) -> list[float]:
     else:
         expected = (_of_turns(sample) if of_turns is None else of_turns).tolist()
     if recorded.config.algorithm.reward_level != "token":
-        from distflow.audit.acting.action_levels import rewards_of_steps  # no other run imports it
+        from distflow.audit.acting.logprob_and_reward_levels import rewards_of_steps  # no other run imports it
 
         of_steps = rewards_of_steps(recorded, sample, total)
         expected = sample["token_level_scores"].tolist() if of_steps is None else of_steps

@@ -27,7 +27,7 @@ from distflow.launch.model_and_engine_factories import engine_dtype, make_factor
 from distflow.launch.run_folders.export_checkpoint import with_models_of_runs, write_config_of
 from distflow.launch.spec_settings import sampling_params
 from distflow.models.loading import stop_token_ids
-from distflow.pipelines.served_policy import ServedPolicy, serve_policy
+from distflow.pipelines.serve_without_run import ServedPolicy, serve_policy
 from distflow.planning.plan import RankPlan
 from distflow.rollout.conformance import Bench, Finding, check_engine
 from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run

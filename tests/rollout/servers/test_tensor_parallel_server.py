@@ -108,7 +108,7 @@ def test_one_server_answers_both_and_takes_weights_once(tmp_path: Path, python: 
         await asyncio.gather(load(follower, SECOND, seed=1), load(leader, SECOND, seed=1))
         assert await versions_of(leader) == await versions_of(follower) == {SECOND.step}
         asked = [path for path, _ in server.asked]
-        assert [asked.count(path) for path in ("/pause", "/resume", "/update_weight_version")] == [1, 1, 1]
+        assert [asked.count(path) for path in ("/sleep", "/resume", "/update_weight_version")] == [1, 1, 1]
         loads = [body for path, body in server.asked if body.get("method") == "distflow_load"]
         assert len(loads) == 1
 

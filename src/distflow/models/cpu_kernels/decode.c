@@ -194,7 +194,8 @@ int64_t scratch_size(const Model *model, int64_t extent) {
 
 /* hidden: (rows, hidden), after the final norm. positions: of the rows' tokens. width: tokens of a sequence, which follow
    one another, and share a row of the memory: each finds the keys before it, since a thread takes whole sequences, or
-   all threads meet when the keys are placed. 0, or 1 and nothing done: a token is outside of the vocabulary, or a position of the memory's `extent`. */
+   all threads meet when the keys are placed. 0, or 1 and nothing done: a token is outside of the vocabulary, or a
+   position of the memory's `extent`. */
 int decode(const Model *model, const Memory *memory, const int64_t *tokens, const int64_t *positions, int64_t rows,
            int64_t width, int64_t extent, float *hidden, float *scratch, int64_t threads) {
     const int64_t size = model->hidden, inner = model->intermediate, queries = model->heads * model->head_dim;
@@ -237,13 +238,17 @@ int decode(const Model *model, const Memory *memory, const int64_t *tokens, cons
                 MEET;
                 apply(&layer->query_key_value, given, projected, count, PANELS(query_key_value), 0);
                 MEET;
-#define OFFSET(row) (index * memory->layer_stride + (first + row) / width * memory->row_stride)
-                for (int64_t row = own.first; row < own.last; row++)
+#define OFFSET(row) (index * memory->layer_stride + (width > 1 ? (first + row) / width : first + row) * memory->row_stride)
+#define ATTEND(row)                                                                                                    \
+    attend_row(model, memory, OFFSET(row), positions[first + row], projected + row * all, scores, mixed + row * queries)
+                for (int64_t row = own.first; row < own.last; row++) {
                     place_row(model, layer, memory, OFFSET(row), positions[first + row], projected + row * all);
-                if (width > 1) MEET;
-                for (int64_t row = own.first; row < own.last; row++)
-                    attend_row(model, memory, OFFSET(row), positions[first + row], projected + row * all, scores,
-                               mixed + row * queries);
+                    if (width == 1) ATTEND(row);
+                }
+                if (width > 1) {
+                    MEET;
+                    for (int64_t row = own.first; row < own.last; row++) ATTEND(row);
+                }
                 given = operand(&layer->output, mixed, own, pairs);
                 MEET;
                 apply(&layer->output, given, x, count, PANELS(output), 1);
