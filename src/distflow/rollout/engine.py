@@ -11,7 +11,7 @@ from typing import Final, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from distflow.models.log_probs import ActionHead
+from distflow.models.log_probs import ActionHead as ActionHead
 from distflow.scheduling.group_states import TRAIN, Version
 
 _LONGEST_LOG: Final = 10_000  # unless it is read

@@ -10,9 +10,8 @@ from functools import partial
 from distflow.data.episode_event_hook import on_token
 from distflow.data.sample import Segment
 from distflow.environments.chat import Chat, ChatError
-from distflow.models.log_probs import ActionHead
 from distflow.pipelines.nodes.rollout_reward_filter import policy_segment
-from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine, SamplingParams
+from distflow.rollout.engine import ActionHead, GenerateRequest, Generation, RolloutEngine, SamplingParams
 from distflow.runtime.group_record import Group
 from distflow.runtime.user_calls import deadline_paused
 
