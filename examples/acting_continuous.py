@@ -1,5 +1,5 @@
 """Reach a place in the plane by continuous moves: `python examples/acting_continuous.py` writes a tiny model with
-random weights (of `SEED=1`)."""
+random weights (of `SEED=1`); `ACTION_TOKENS=640` gives it the tokens of denoised actions."""
 
 import os
 from pathlib import Path
@@ -60,7 +60,8 @@ if __name__ == "__main__":
     torch.manual_seed(int(os.environ.get("SEED", 0)))
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.add_tokens([f"<state {number}>" for number in range(BINS)])
-    tokenizer.add_tokens([f"<{what} {number}>" for number in range(DIM * CHUNK) for what in ("mean", "spread")])
+    num_tokens = int(os.environ.get("ACTION_TOKENS", 2 * DIM * CHUNK))
+    tokenizer.add_tokens([f"<action {number}>" for number in range(num_tokens)])
     sizes = {"num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     config = LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=0, **sizes)
     model = LlamaForCausalLM(config)

@@ -45,6 +45,20 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         f"{ROLLOUT}.workflow",
         ("actions.head=gaussian draws numbers", "set it to simulator"),
     ),
+    **{
+        f"a flow with noise {noise} and {preset}": (
+            preset,
+            [
+                *(
+                    *NUMBERS[:2],
+                    f"{ROLLOUT}.workflow_kwargs={{actions: {{head: flow_sde, low: -1, high: 1, noise: {noise}}}}}",
+                ),
+            ],
+            f"{ROLLOUT}.workflow_kwargs",
+            ("a flow without noise is deterministic", "no density", "set actions.noise to a number above 0"),
+        )
+        for noise, preset in ((0, "grpo"), (-0.5, "ppo"), ("x", "dapo"), (0.0, "embodied_srpo"))
+    },
     "numbers of actions and sampled validation": (
         "grpo",
         [*NUMBERS, f"{ROLLOUT}.val_kwargs.n=2"],

@@ -13,10 +13,12 @@ from distflow.data.batch import Batch
 from distflow.environments.simulators.action_tokens import ContinuousActions
 from distflow.errors import TrustError
 from distflow.models import log_probs
+from distflow.models.log_probs import ActionHead
 from distflow.observe.run_reader import read_samples
 from distflow.rollout import hf
 from distflow.rollout.engine import Generation
 from distflow.runtime.run_errors_and_limits import TooManyErrors
+from distflow.training import torch_engine
 from tests.e2e.planting import plant_in_group
 from tests.e2e.runs import Playground, Run
 from tests.e2e.test_acting import ACTS, DECISIONS, FILE, LEVELS, flow
@@ -24,13 +26,15 @@ from tests.e2e.test_acting import ACTS, DECISIONS, FILE, LEVELS, flow
 Patch = pytest.MonkeyPatch
 pytestmark = pytest.mark.slow
 ACTIONS = {"head": "gaussian", "low": -1.5, "high": 1.5, "action_dim": 2, "action_chunks_len": 4, "first_token": 20}
-KEYS = (*ACTS, "actor_rollout_ref.actor.optim.lr=1e-4")
+FLOW = ACTIONS | {"head": "flow_sde", "action_chunks_len": 2, "denoising_steps": 2, "bins": 4, "noise": 0.7}
+HEADS = pytest.mark.parametrize("actions", [ACTIONS, FLOW], ids=lambda own: str(own["head"]))
+KEYS = (*ACTS, "actor_rollout_ref.actor.optim.lr=1e-4", "data.max_response_length=12")
 FAST = "trainer.total_training_steps=1"
 
 
 def options(**changes: Any) -> str:
-    """Episodes of 6 steps, so that they end within a chunk."""
-    made = {"env": f"{FILE}Pays", "env_kwargs": {"ends_at": 6}, "prompt": "{state}", "score": "return", **changes}
+    """Episodes of 5 steps, so that they end within a chunk."""
+    made = {"env": f"{FILE}Pays", "env_kwargs": {"ends_at": 5}, "prompt": "{state}", "score": "return", **changes}
     return f"actor_rollout_ref.rollout.workflow_kwargs={flow({'actions': ACTIONS, **made})}"
 
 
@@ -41,36 +45,46 @@ def playground(tmp_path: Path) -> Playground:
     return made
 
 
-def test_every_audit_of_a_run_passes(playground: Playground) -> None:
+@HEADS
+def test_every_audit_of_a_run_passes(playground: Playground, actions: dict[str, Any]) -> None:
     keys = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.entropy_coef=0.01")
     validates = (f"data.val_files={playground.folder}/rows.jsonl", "data.allow_overlap=true", "trainer.test_freq=1")
-    run = playground.run("grpo", *KEYS, options(), *keys, *validates, "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    run = playground.run(
+        "grpo", *KEYS, options(actions=actions), *keys, *validates, "actor_rollout_ref.actor.ppo_mini_batch_size=2"
+    )
     passed = {name for audit in run.audits() for name in audit["proven"]}
     assert {"backward", "draws", "episodes", "gradients", "log_probs", "loss", "masks", "reference"} <= passed
     assert {"rewards", "turns", "validation", "versions"} <= passed
     assert not run.notes("warning")
-    assert all(row["reward_parts"]["env_steps"] == 6 for row in read_samples(run.folder, 1))
+    assert all(row["reward_parts"]["env_steps"] == 5 for row in read_samples(run.folder, 1))
 
 
+@HEADS
 @pytest.mark.parametrize("level", ["action", "chunk"])
-def test_every_audit_passes_at_each_level_and_by_decision(playground: Playground, level: str) -> None:
+def test_every_audit_passes_at_each_level_and_by_decision(
+    playground: Playground, level: str, actions: dict[str, Any]
+) -> None:
     levels = [each.format(level) for each in LEVELS[:2]]
-    run = playground.run("grpo", *KEYS, options(), *levels, *DECISIONS, "algorithm.adv_estimator=reinforce")
+    run = playground.run(
+        "grpo", *KEYS, options(actions=actions), *levels, *DECISIONS, "algorithm.adv_estimator=reinforce"
+    )
     for audit in run.audits():
         assert {"backward", "draws", "episodes", "gradients", "log_probs", "loss", "masks"} <= {*audit["proven"]}
     assert not run.notes("warning")
 
 
-def test_a_resumed_run_is_bit_equal(playground: Playground) -> None:
-    saves = (*KEYS, options(), "trainer.save_freq=1")
+@HEADS
+def test_a_resumed_run_is_bit_equal(playground: Playground, actions: dict[str, Any]) -> None:
+    saves = (*KEYS, options(actions=actions), "trainer.save_freq=1")
     whole = playground.run("grpo", *saves, "trainer.total_training_steps=3", name="whole").weights(3)
     playground.run("grpo", *saves, name="cut")
     resumed = playground.run("grpo", *saves, "trainer.total_training_steps=3", name="cut").weights(3)
     assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
 
 
-def test_two_processes_end_where_one_does(playground: Playground) -> None:
-    saves = (*KEYS, options(), "trainer.save_freq=2")
+@HEADS
+def test_two_processes_end_where_one_does(playground: Playground, actions: dict[str, Any]) -> None:
+    saves = (*KEYS, options(actions=actions), "trainer.save_freq=2")
     one = playground.run("grpo", *saves, name="one")
     assert main(["train", "grpo", *playground.overrides("two", *saves, "trainer.n_gpus_per_node=2")]) == 0
     two = Run(playground.folder / "two", one.config, one.outcome)
@@ -113,8 +127,8 @@ def log_std_taken_as_std(patch: Patch) -> None:
     """By engine and trainer alike."""
     right = log_probs.normal_of
 
-    def wrong(logits: Any, tokens: Any) -> Any:
-        mean, log_std = right(logits, tokens)
+    def wrong(*given: Any) -> Any:
+        mean, log_std = right(*given)
         return mean, log_std.abs().log()
 
     patch.setattr(log_probs, "normal_of", wrong)
@@ -145,6 +159,88 @@ FAULTS = {
     without_the_constant: r"found \(",
     unclipped_in_the_simulator: r"executed .* but the policy drew",
 }
+
+
+def with_more_noise_in_the_trainer(patch: Patch) -> None:
+    patch.setattr(torch_engine, "ActionHead", lambda **own: ActionHead(**own | {"noise": 1.1 * own.get("noise", 0.0)}))
+
+
+def with_more_steps_in_the_trainer(patch: Patch) -> None:
+    patch.setattr(torch_engine, "ActionHead", lambda **own: ActionHead(**own | {"steps": own.get("steps", 2) + 1}))
+
+
+def _changed(patch: Patch, **change: Any) -> None:
+    """Of the denoising steps, by engine and trainer alike."""
+    right = ActionHead.normals
+
+    def wrong(self: ActionHead, *given: Any) -> Any:
+        normals = right(self, *given)
+        of_steps = normals.gain > 0
+        columns = {
+            name: torch.where(of_steps, how(each), each)
+            for name, how in change.items()
+            for each in (getattr(normals, name),)
+        }
+        return normals._replace(**columns)
+
+    patch.setattr(ActionHead, "normals", wrong)
+
+
+def with_noise_by_the_time_itself(patch: Patch) -> None:
+    """noise * d in place of noise * sqrt(d)."""
+    _changed(patch, log_std=lambda each: each - math.log(2) / 2)
+
+
+def by_steps_of_another_length(patch: Patch) -> None:
+    _changed(patch, gain=lambda each: 0.9 * each)
+
+
+def from_no_noise(patch: Patch) -> None:
+    """Steps start from 0."""
+    _changed(patch, offset=lambda each: 0 * each)
+
+
+def from_noise_that_is_too_small(patch: Patch) -> None:
+    right = ActionHead.normals
+
+    def wrong(self: ActionHead, *given: Any) -> Any:
+        normals = right(self, *given)
+        return normals._replace(log_std=torch.where(normals.gain > 0, normals.log_std, normals.log_std - 1))
+
+    patch.setattr(ActionHead, "normals", wrong)
+
+
+def before_the_last_step(patch: Patch) -> None:
+    right = ContinuousActions.decode
+    patch.setattr(ContinuousActions, "decode", lambda self, values: right(self, [0.0] * self.dim + [*values]))
+
+
+def with_tokens_of_other_bins(patch: Patch) -> None:
+    """The model reads other numbers than were drawn."""
+    right = ActionHead.tokens_of
+    patch.setattr(ActionHead, "tokens_of", lambda self, place, values: right(self, place, -values))
+
+
+FAULTS_OF_A_FLOW = {
+    shifted_by_a_hundredth: r"found \(.*(turns|log_probs|draws)",
+    with_more_noise_in_the_trainer: r"found \(",
+    with_more_steps_in_the_trainer: r"found \(",
+    with_noise_by_the_time_itself: r"found \(",
+    by_steps_of_another_length: r"found \(",
+    from_no_noise: r"found \(",
+    from_noise_that_is_too_small: r"found \(",
+    before_the_last_step: r"executed .* but the policy drew",
+    with_tokens_of_other_bins: r"executed .* but the policy drew",
+}
+
+
+@pytest.mark.parametrize("plant", FAULTS_OF_A_FLOW)
+def test_a_wrong_step_of_a_flow_ends_the_run_in_the_first_step(
+    playground: Playground, monkeypatch: Patch, plant: Any
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(TrustError, match=FAULTS_OF_A_FLOW[plant]):
+        playground.run("grpo", *KEYS, options(actions=FLOW), FAST)
 
 
 @pytest.mark.parametrize("plant", FAULTS)

@@ -196,16 +196,25 @@ def test_the_model_learns_to_name_colours(tmp_path: Path, monkeypatch: pytest.Mo
     assert sum(found[:3]) / 3 < 0.4 and sum(found[-3:]) / 3 > 0.7, found
 
 
+ACTION_KEYS = "actor_rollout_ref.rollout.workflow_kwargs.actions"
+DENOISED = (
+    *("data.max_response_length=20", f"{ACTION_KEYS}.head=flow_sde", f"+{ACTION_KEYS}.denoising_steps=2"),
+    *(f"+{ACTION_KEYS}.bins=8", "actor_rollout_ref.actor.optim.lr=1e-3"),
+)
+
+
 @pytest.mark.slow
 @pytest.mark.by_hand
+@pytest.mark.parametrize("overrides", [(), DENOISED], ids=["gaussian", "flow_sde"])
 def test_the_policy_learns_continuous_moves_from_random_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:
+    monkeypatch.setenv("ACTION_TOKENS", "640" if overrides else "8")
     with monkeypatch.context() as elsewhere:
         elsewhere.chdir(tmp_path)
         runpy.run_path(str(EXAMPLES / "acting_continuous.py"), run_name="__main__")
     start = f"actor_rollout_ref.model.path={tmp_path}/runs/acting_continuous/start"
-    found = rewards(tmp_path / "grpo", "train", "examples/acting_continuous.yaml", start)
+    found = rewards(tmp_path / "grpo", "train", "examples/acting_continuous.yaml", start, *overrides)
     assert not notes(tmp_path / "grpo", "warning")
     assert abs(sum(found[:3]) / 3) < 0.15 and sum(found[-10:]) / 10 > 0.6, found
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distflow.models.log_probs import ActionTargets, token_log_probs
+from distflow.models.log_probs import ActionHead, ActionTargets, token_log_probs
 
 ROWS, WIDTH, VOCABULARY = 23, 8, 17
 
@@ -159,7 +159,7 @@ def test_numbers_of_actions_have_the_density_of_their_normal_distribution(rows_i
     found = token_log_probs(
         head,
         hidden,
-        ActionTargets(targets, values, is_action),
+        ActionTargets(targets, values, is_action, ActionHead(0).normals(targets, values)),
         vocabulary=VOCABULARY,
         chunk_elements=rows_in_chunk * VOCABULARY,
     )

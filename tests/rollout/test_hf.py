@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distflow.errors import UserError
-from distflow.rollout.engine import ActionHead
+from distflow.models.log_probs import ActionHead
 from distflow.rollout.hf import HFEngine
 from distflow.rollout.stops_and_draws import sample_key, uniforms
 from tests.rollout.drive import (
@@ -112,6 +112,29 @@ def test_pause_holds_requests_until_resume_and_a_cancelled_one_ends() -> None:
                 await cancelled
 
     asyncio.run(run())
+
+
+@torch.no_grad()
+def test_a_flow_begins_with_noise_and_ends_after_its_steps() -> None:
+    """Each step by the sample's own uniform numbers, from the number before it; greedy begins with 0, without noise."""
+    model, head = make_model("qwen3"), ActionHead(10, dim=2, steps=3, bins=4, noise=0.6)
+    requests = [request_of(prompt_of(6, n), (n, n + 3), row=n, max_tokens=16, head=head) for n in range(3)]
+    greedy = [replace(each, params=replace(each.params, greedy=True)) for each in requests]
+    for request, result in zip((*requests, *greedy), run_all(make_hf(model), [*requests, *greedy]), strict=True):
+        for made, sample in zip(result.generations, request.samples, strict=True):
+            key = np.array([sample_key(request.stream, sample)], np.uint64)
+            ids = torch.tensor([[*request.prompt_ids, *made.token_ids]])
+            logits = model(input_ids=ids, use_cache=False).logits[0].double()[len(request.prompt_ids) - 1 : -1]
+            for place, (token, value) in enumerate(zip(made.token_ids, made.values, strict=True)):
+                step, mean, spread = place % 8 // 2, 0.0, 1.0
+                if step:  # at the times 0, 1/3 and 2/3
+                    noisy, action = made.values[place - 2], float(logits[place, 10 + 4 * place])
+                    mean, spread = noisy + (action - noisy) / (1 - (step - 1) / 3) / 3, 0.6 / math.sqrt(3)
+                normal = NormalDist(mean, spread)
+                drawn = 0.5 if request.params.greedy else float(uniforms(key, np.array([place]))[0])
+                assert value == pytest.approx(normal.inv_cdf(drawn), abs=1e-4)
+                assert made.rollout_log_probs[place] == pytest.approx(math.log(normal.pdf(value)), abs=1e-4)
+                assert token == 10 + 4 * place + min(max(math.floor(value + 2), 0), 3)
 
 
 @torch.no_grad()

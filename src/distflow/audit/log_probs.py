@@ -168,7 +168,7 @@ def policy_scores(
 
     def score(logits: Tensor, sample: Sample) -> model_forward.PlainScores:
         tokens = recorded.sampling_of_tokens(sample)
-        return model_forward.plain_scores(logits, ids_of(sample)[1], tokens, values_of(sample))
+        return model_forward.plain_scores(logits, ids_of(sample)[1], tokens, numbers_of(sample))
 
     scores = forward_samples(recorded.run, actor, samples, score, dtype)
     return {str(sample["uid"]): found for sample, found in zip(samples, scores, strict=True)}
@@ -194,12 +194,12 @@ def ids_of(sample: Sample) -> model_forward.Ids:
     return model_forward.Ids(sample["prompt_ids"].tolist(), sample["response_ids"].tolist())
 
 
-def values_of(sample: Sample) -> Tensor | None:
-    """The numbers of continuous actions, float64 `(tokens,)`, NaN on tokens that the policy did not draw; None if it
-    draws tokens."""
-    if "action_values" not in sample:
+def numbers_of(sample: Sample) -> model_forward.Numbers | None:
+    """The numbers of continuous actions; None if the policy draws tokens."""
+    if sample.get("action_head") is None:
         return None
-    return torch.where(sample["response_mask"] > 0, doubles(sample["action_values"]), torch.nan)
+    values = torch.where(sample["response_mask"] > 0, doubles(sample["action_values"]), torch.nan)
+    return model_forward.Numbers(values, sample["action_head"])
 
 
 def sequences_of(sample: Sample) -> list[model_forward.Ids]:
@@ -259,7 +259,7 @@ def _fixed(model: torch.nn.Module) -> list[Sample]:
 
 
 def _log_probs_at(temperature: Callable[[Sample], float | Tensor]) -> Callable[[Tensor, Sample], Tensor]:
-    return lambda logits, own: model_forward.log_probs_of(logits, ids_of(own)[1], temperature(own), values_of(own))
+    return lambda logits, own: model_forward.log_probs_of(logits, ids_of(own)[1], temperature(own), numbers_of(own))
 
 
 def _same(recorded: RecordedStep, sample: Sample, column: str, expected: Tensor) -> None:

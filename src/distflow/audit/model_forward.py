@@ -43,6 +43,14 @@ RunOfTokens = tuple[int, SamplingParams, Sequence[int]]
 """The number of tokens, how they were drawn, and the tokens before them."""
 
 
+class Numbers(NamedTuple):
+    """Of continuous actions. values: float64 `(tokens,)`, NaN on tokens that the policy did not draw. head: the fields
+    of the `ActionHead` that drew them."""
+
+    values: Tensor
+    head: Mapping[str, float]
+
+
 @dataclass(frozen=True)
 class PlainScores:
     """For each response token, float64 `(tokens,)`: its log-prob, the policy's entropy and the variance of the policy's
@@ -115,10 +123,9 @@ def vocabulary_of(model: nn.Module) -> int:
 
 
 def plain_scores(
-    logits: Tensor, token_ids: Sequence[int], sampling: Sequence[RunOfTokens], values: Tensor | None = None
+    logits: Tensor, token_ids: Sequence[int], sampling: Sequence[RunOfTokens], numbers: Numbers | None = None
 ) -> PlainScores:
-    """logits: of the tokens, `(tokens, vocabulary)`. sampling: of all tokens, run by run. values: of continuous
-    actions, float64 `(tokens,)`, NaN on other tokens."""
+    """logits: of the tokens, `(tokens, vocabulary)`. sampling: of all tokens, run by run."""
     rows, parts, start = max(1, MAX_DOUBLES // logits.shape[-1]), list[tuple[Tensor, ...]](), 0
     ids = torch.tensor(list(token_ids), dtype=torch.int64)
     for number, params, before in sampling:
@@ -128,32 +135,45 @@ def plain_scores(
             seen = torch.cat([seen, tokens])
         start += number
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-    if values is not None:
-        drawn = ~values.isnan()
-        normal, numbers = normals_of(logits.cpu()[drawn], ids[drawn]), values[drawn]
-        known = normal.log_prob(numbers), normal.entropy(), torch.tensor(0.5), normal.cdf(numbers), torch.tensor(0.0)
+    if numbers is not None:
+        drawn = ~numbers.values.isnan()
+        normal, own_values = normals_of(logits.cpu(), ids, numbers), numbers.values[drawn]
+        likely, below = normal.log_prob(own_values), normal.cdf(own_values)
+        known = likely, normal.entropy(), torch.tensor(0.5), below, torch.tensor(0.0)
         columns = [whole.index_put((drawn,), one.double()) for whole, one in zip(columns, known, strict=True)]
     return PlainScores(*columns)
 
 
-def normals_of(logits: Tensor, token_ids: Tensor) -> Normal:
-    """The distributions, in float64, of the numbers that tokens `(tokens,)` stand for, each by its own logit, the mean,
-    and the one after it, whose tanh goes from a log standard deviation of −3 to one of 1."""
-    rows = torch.arange(len(token_ids))
-    mean, spread = logits[rows, token_ids].double(), logits[rows, token_ids + 1].double()
-    return Normal(mean, (4 * (2 * spread).sigmoid() - 3).exp(), validate_args=False)
+def normals_of(logits: Tensor, token_ids: Tensor, numbers: Numbers) -> Normal:
+    """The distributions, in float64, of the numbers that were drawn as some of the tokens `(tokens,)`.
+
+    Of a gaussian head, by the token's own logit, the mean, and the one after it, whose tanh goes from a log standard
+    deviation of −3 to one of 1. Of a flow, by the velocity from the number before a step to the action that the model
+    expects at the time 1; noise has the standard normal distribution."""
+    values, head = numbers.values, numbers.head
+    rows = (~values.isnan()).nonzero()[:, 0]
+    ids, first, steps, bins = token_ids[rows], int(head["first"]), int(head["steps"]), int(head["bins"])
+    if not steps:
+        mean, spread = logits[rows, ids].double(), logits[rows, ids + 1].double()
+        return Normal(mean, (4 * (2 * spread).sigmoid() - 3).exp(), validate_args=False)
+    places, dim = (ids - first) // bins, int(head["dim"])
+    time, is_noise = (places // dim % (steps + 1) - 1).double() / steps, places // dim % (steps + 1) == 0
+    noisy, action = values[(rows - dim).clamp(min=0)].nan_to_num(), logits[rows, first + bins * places].double()
+    mean = noisy + (action - noisy) / (1 - time) * (1 / steps)
+    std = torch.full_like(mean, head["noise"] * (1 / steps) ** 0.5)
+    return Normal(mean.masked_fill(is_noise, 0.0), std.masked_fill(is_noise, 1.0), validate_args=False)
 
 
 def log_probs_of(
-    logits: Tensor, token_ids: Sequence[int], temperature: float | Tensor, values: Tensor | None = None
+    logits: Tensor, token_ids: Sequence[int], temperature: float | Tensor, numbers: Numbers | None = None
 ) -> Tensor:
-    """Float64 `(tokens,)`, differentiable. temperature: of all tokens, or `(tokens, 1)`. values: see `plain_scores`."""
+    """Float64 `(tokens,)`, differentiable. temperature: of all tokens, or `(tokens, 1)`."""
     logits, ids = logits.cpu().double(), torch.tensor(list(token_ids), dtype=torch.int64)
     found = (logits / temperature).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-    if values is None:
+    if numbers is None:
         return found
-    own = (~values.isnan()).nonzero()[:, 0]
-    return found.index_copy(0, own, normals_of(logits[own], ids[own]).log_prob(values[own]))
+    own = (~numbers.values.isnan()).nonzero()[:, 0]
+    return found.index_copy(0, own, normals_of(logits, ids, numbers).log_prob(numbers.values[own]))
 
 
 def _scores_of(logits: Tensor, token_ids: Tensor, params: SamplingParams, before: Tensor) -> tuple[Tensor, ...]:

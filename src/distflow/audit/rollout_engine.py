@@ -24,9 +24,9 @@ from distflow.audit.log_probs import (
     dtype_of,
     ids_of,
     is_beyond,
+    numbers_of,
     policy_scores,
     sequences_of,
-    values_of,
 )
 from distflow.audit.model_forward import PlainScores, Turns, Weights, model_of, plain_scores, plainly, vocabulary_of
 from distflow.audit.record_calls_and_updates import OpenEngine
@@ -220,7 +220,7 @@ def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recompute
                 model, own = models[owners[talk.name]], by_policy[owners[talk.name]]
                 ids = talk.ids[: end - talk.first]
                 logits[start:end] = _over_older_keys(runs, model, ids, own[start:end], prompts[talk.name])
-    return plain_scores(logits, response, recorded.sampling_of_tokens(sample), values_of(sample)), known & policy
+    return plain_scores(logits, response, recorded.sampling_of_tokens(sample), numbers_of(sample)), known & policy
 
 
 def _of_policy(weights: Sequence[Weights | None], policy: str) -> list[Weights | None]:

@@ -15,8 +15,8 @@ from distflow.audit.log_probs import (
     ids_of,
     is_predicted,
     joined_logits,
+    numbers_of,
     sequences_of,
-    values_of,
 )
 from distflow.audit.model_forward import Ids, log_probs_of, logits_of, plainly
 from distflow.audit.record_calls_and_updates import (
@@ -327,8 +327,8 @@ def _through_padding(
         temperature = recorded.temperatures(chosen[0]).to(logits) if chosen else 1.0
         scores = (logits / temperature).log_softmax(-1)
         log_probs = scores.gather(-1, ids[:, None])[:, 0]
-        if chosen and (values := values_of(chosen[0])) is not None:
-            log_probs = log_probs_of(logits, ids.tolist(), 1.0, values)
+        if chosen and (numbers := numbers_of(chosen[0])) is not None:
+            log_probs = log_probs_of(logits, ids.tolist(), 1.0, numbers)
         cotangent = torch.zeros(1)
         if chosen:
             cotangent = _cotangent(chosen[0]) * own_tokens(recorded.config, chosen[0], role)

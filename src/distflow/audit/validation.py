@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distflow.audit.episodes import wrong_end
 from distflow.audit.log_probs import EXACT, ROUNDED, forward_samples, is_beyond
-from distflow.audit.model_forward import MAX_LOGITS, log_probs_of, normals_of, vocabulary_of
+from distflow.audit.model_forward import MAX_LOGITS, Numbers, log_probs_of, normals_of, vocabulary_of
 from distflow.audit.record_calls_and_updates import GroupRecord, OpenEngine
 from distflow.audit.recorded_step import AuditedRun, Wrong, check, doubles, is_builtin
 from distflow.audit.rollout_engine import TWIN_NATS
@@ -66,7 +66,8 @@ def sample_facts(run: AuditedRun, records: Sequence[GroupRecord], rows: Facts) -
             if kind == "greedy" and record.generated and group.row == _drawn_row(group.version, sets[name]):
                 request, result = record.generated[0]
                 made = result.generations[0]
-                facts["drawn"] = (request.prompt_ids, tuple(made.token_ids), request.images, tuple(made.values))
+                head = vars(own) if (own := request.params.head) is not None else {}
+                facts["drawn"] = (request.prompt_ids, tuple(made.token_ids), request.images, tuple(made.values), head)
             found.append(facts)
     return found
 
@@ -251,7 +252,7 @@ def _check_pair(seen: Validated, sets: Mapping[str, Sequence[PromptRow]]) -> Non
 def _check_greedy(seen: Validated, row: Mapping[str, Any]) -> None:
     """Each token of a drawn greedy response is the most likely one by the trained model's own forward; each number of
     an action is the mean."""
-    run, (prompt, ids, images, values), actor = seen.run, row["drawn"], seen.run.resources.actor
+    run, (prompt, ids, images, values, head), actor = seen.run, row["drawn"], seen.run.resources.actor
     is_known = isinstance(actor, OpenEngine) and not is_spread(actor.model) and not run.spec.config.dag.policies
     if not is_known or run.spec.options.update_frequency > 1 or not ids:  # else the weights may have moved since
         return
@@ -264,7 +265,8 @@ def _check_greedy(seen: Validated, row: Mapping[str, Any]) -> None:
 
     def gap_of(logits: Tensor, _: object) -> Tensor:
         if values:
-            return (normals_of(logits.cpu(), tokens).mean - torch.tensor(values)).abs()
+            numbers = Numbers(torch.tensor(values, dtype=torch.float64), head)
+            return (normals_of(logits.cpu(), tokens, numbers).mean - numbers.values).abs()
         return logits.amax(-1) - logits.gather(-1, tokens.to(logits.device)[:, None])[:, 0]
 
     (gap,) = forward_samples(run, actor, [sample], gap_of)

@@ -98,7 +98,8 @@ class Batch:
         for name, attribute in (("rollout_log_probs", "log_probs"), ("sampling_log_probs", "sampling_log_probs")):
             values = [getattr(seg, attribute) or [0.0] * len(seg.token_ids) for seg in segments]
             batch[name] = _flat_tensor(values, np.float32)
-        if any(s.has_values for s in samples):
+        if any(s.head for s in samples):
+            batch["action_head"] = [s.head and dict(s.head) for s in samples]
             batch["action_values"] = _flat_tensor(
                 [seg.values or [0.0] * len(seg.token_ids) for seg in segments], np.float32
             )

@@ -53,7 +53,7 @@ class Sample:
     conversation and the position of its first token in the response, where they follow the first one, end to end.
     last_turn: the policy segment that was the last in time, since there may be several conversations. conversation: the
     messages, for display. valid: False once it has a reward error. outcome: the score from a workflow, if there is one.
-    rejected: the workflow wants it dropped. has_values: its policy draws continuous actions.
+    rejected: the workflow wants it dropped. head: the fields of the `ActionHead` that drew its values.
     """
 
     uid: str
@@ -73,7 +73,7 @@ class Sample:
     valid: bool = True
     outcome: object = field(default=None, kw_only=True)
     rejected: bool = field(default=False, kw_only=True)
-    has_values: bool = field(default=False, kw_only=True)
+    head: Mapping[str, float] | None = field(default=None, kw_only=True)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:

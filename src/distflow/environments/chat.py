@@ -109,7 +109,7 @@ class Chat:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     image_store: Path = Path()
-    head: Mapping[str, int] | None = None
+    head: Mapping[str, Any] | None = None
     conversations: list["Chat"] = field(default_factory=list, repr=False)
     waiting: bool = field(default=False, init=False)
     drawn_at: int = field(default=0, init=False)

@@ -11,6 +11,7 @@ from typing import Final, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from distflow.models.log_probs import ActionHead as ActionHead
 from distflow.scheduling.group_states import TRAIN, Version
 
 _LONGEST_LOG: Final = 10_000  # unless it is read
@@ -20,14 +21,6 @@ FinishReason = Literal["stop", "length", "abort"]
 
 KVOnUpdate = Literal["keep", "recompute", "abort"]
 """Effect of new weights on begun sequences: continue with the old keys and values, recompute these, or end."""
-
-
-@dataclass(frozen=True)
-class ActionHead:
-    """Continuous actions as tokens: number `place` of a generation is the token `first + 2 * place` with a value beside
-    it, drawn by the logits of this token and of the next one (see `normal_of` in `models/log_probs.py`)."""
-
-    first: int
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 from distflow.models.image_inputs import own_inputs
-from distflow.models.log_probs import normal_log_probs, normal_of
+from distflow.models.log_probs import ActionHead, normal_log_probs, normal_of
 from distflow.rollout.embedded.engine_thread import outcome_of, settle
 from distflow.rollout.engine import (
     FinishReason,
@@ -277,7 +277,7 @@ class _Draw(transformers.LogitsProcessor):
         position = np.array(self.num_drawn, dtype=np.int64) + len(self.versions)
         uniform = torch.from_numpy(uniforms(np.array(self.keys, dtype=np.uint64), position)).to(scores.device)
         if self.params.head is not None:
-            return self._act(scores, uniform, self.params.head.first + 2 * len(self.versions))
+            return self._act(scores, uniform, self.params.head)
         probs = scores.double().softmax(dim=-1)
         cumulative = probs.cumsum(dim=-1)
         target = torch.minimum(uniform * cumulative[:, -1], cumulative[:, -1].nextafter(torch.zeros_like(uniform)))
@@ -288,17 +288,19 @@ class _Draw(transformers.LogitsProcessor):
         self.versions.append(self.engine.version.step)
         return torch.full_like(scores, float("-inf")).scatter(-1, chosen[:, None], 0.0)
 
-    def _act(self, scores: Tensor, uniform: Tensor, token: int) -> Tensor:
-        """Draw the number of this token, float32, by the inverse of the normal distribution; greedy takes the mean."""
-        chosen = torch.full((len(scores),), token, device=scores.device)
-        mean, log_std = (each.double() for each in normal_of(scores.float(), chosen))
+    def _act(self, scores: Tensor, uniform: Tensor, head: ActionHead) -> Tensor:
+        """Draw the next number, float32, by the inverse of the normal distribution; greedy takes the mean."""
+        place, nothing = len(self.values), [0.0] * len(scores)
+        before = torch.tensor(self.values[-head.dim] if place >= head.dim else nothing, device=scores.device)
+        tokens = torch.full((len(scores),), head.first + head.bins * place, device=scores.device)
+        mean, log_std = (each.double() for each in normal_of(scores.float(), head.normals(tokens, before)))
         noise = torch.special.ndtri(uniform + 2.0**-54)
         values = (mean if self.params.greedy else mean + log_std.exp() * noise).float()
         self.values.append(values.tolist())
         self.log_probs.append(normal_log_probs(values.double(), mean, log_std).tolist())
         self.sampling.append(self.log_probs[-1])
         self.versions.append(self.engine.version.step)
-        return torch.full_like(scores, float("-inf")).index_fill(-1, chosen[:1], 0.0)
+        return torch.full_like(scores, float("-inf")).scatter(-1, head.tokens_of(place, values)[:, None], 0.0)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from distflow.data.preference_pairs import encode_text, messages_of
 from distflow.device_transfer import read_numbers, send
 from distflow.errors import UserError
 from distflow.models.image_inputs import ImageInputs, ImageProcessor, images_of
-from distflow.models.log_probs import ActionTargets, check_temperature
+from distflow.models.log_probs import ActionHead, ActionTargets, check_temperature
 from distflow.models.lora import adapter_off, named_weights, unwrapped
 from distflow.models.packed_forward import ModelInputs
 from distflow.models.sharding import device_of, fill, whole
@@ -224,8 +224,9 @@ def model_inputs(
     sharing = shared_prefixes(ids, lengths) if ids.device.type == "cpu" and images is None else None
     ids, predicting, targets = (send(each, device) for each in (ids, positions - before, ids[positions]))
     if "action_values" in micro:
-        values, drawn = micro.flat("action_values"), micro.flat("response_mask") > 0
-        numbers = ActionTargets(targets, send(values, device), send(drawn, device))
+        head = ActionHead(**next((own for own in micro.flat("action_head") if own), {"first": 0}))
+        values, drawn = (send(micro.flat(name), device) for name in ("action_values", "response_mask"))
+        numbers = ActionTargets(targets, values, drawn > 0, head.normals(targets, values.roll(head.dim)))
         return ModelInputs(ids, lengths, predicting, numbers, sharing, images)
     return ModelInputs(ids, lengths, predicting, targets, sharing, images)
 

@@ -76,6 +76,13 @@ def test_values_are_on_the_scale_of_the_bounds_and_clipped_only_where_they_are_e
     assert codec.decode([1.5, -9.0]).tolist() == [[2.0, 0.0]]
 
 
+def test_actions_of_a_flow_are_the_values_of_the_last_step() -> None:
+    codec = ContinuousActions((-2.0,), (2.0,), first=0, chunk=2, steps=2, bins=4, noise=0.5)
+    assert codec.num_tokens == 6 and codec.head == {"first": 0, "dim": 1, "steps": 2, "bins": 4, "noise": 0.5}
+    assert codec.decode([1.0, 0.9, 0.5, 0.2, 0.3, -7.0]).tolist() == [[1.0], [-2.0]]
+    assert codec.decode([1.0, 0.9, 0.5, 0.2, 0.3]).tolist() == [[1.0]]
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_is_refused(value: float) -> None:
     codec = ContinuousActions((-1.0, -1.0), (1.0, 1.0), first=0, chunk=2)

@@ -28,7 +28,7 @@ def play(tmp_path: Path, *replies: list[Any], response: int = 8, seed: int = 1, 
     async def generate(ids: Any, most: int, stop: Any, drawn: int, images: Any = ()) -> tuple[Segment, str]:
         ids = own = tuple((left.pop(0) if len(left) > 1 else left[0])[:most])
         if chat.head is not None:  # the replies are values
-            ids = tuple(chat.head["first"] + 2 * place for place in range(len(own)))
+            ids = tuple(int(chat.head["first"] + chat.head["bins"] * place) for place in range(len(own)))
         drew = Segment("policy", ids, (-0.5,) * len(ids), (-0.5,) * len(ids), (0,) * len(ids))
         return replace(drew, values=own if chat.head is not None else ()), "length"
 
@@ -107,6 +107,27 @@ def test_numbers_are_recorded_as_drawn_and_executed_within_their_bounds(tmp_path
         assert chat.tokens.decode(talks[1].segments[0].token_ids) == "1.75"
 
 
+FLOW = {**NUMBERS, "head": "flow_sde", "denoising_steps": 2, "bins": 3}
+
+
+@pytest.mark.parametrize("ends_at", range(1, 9))
+def test_a_flow_executes_what_its_last_denoising_step_gives(tmp_path: Path, ends_at: int) -> None:
+    """Of each action's noise and steps; masks reach up to the last step of the action that ended the episode."""
+    actions = [(0.5, 0.0), (-2.0, 0.0), (1.25, 3.0), (-0.25, 0.5)]
+    values = [each for action in actions for each in (9.0, 9.0, 7.0, 7.0, *action)]
+    prompt = {"env_kwargs": {"ends_at": ends_at}, "prompt": "{state}"}
+    _, chat = play(tmp_path, values, actions=FLOW, response=24, **prompt)
+    assert chat.head == {"first": 10, "dim": 2, "steps": 2, "bins": 3, "noise": 0.5}
+    talks = sorted(chat.conversations, key=lambda talk: talk.name)
+    for number, talk in enumerate(talks):
+        policy, *unused = talk.segments[1:]
+        used = 6 * min(4, ends_at - 4 * number)
+        assert policy.owner == "policy" and policy.values == tuple(values[:used])
+        assert [(each.owner, len(each.token_ids)) for each in unused] == [("unused", 24 - used)] * (used < 24)
+    if ends_at > 4:  # from 1, by 1.5, -3, 3 and -0.75
+        assert chat.tokens.decode(talks[1].segments[0].token_ids) == "1.75"
+
+
 def test_a_number_that_is_not_finite_is_never_executed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the policy has diverged"):
         play(tmp_path, [0.0, float("nan")] * 4, actions=NUMBERS)
@@ -140,7 +161,12 @@ def test_a_simulator_that_fails_is_an_error_of_the_episode(tmp_path: Path, how: 
     [
         ({"actions": {**ACTIONS, "bin": 3}}, "actions.bin: no such option"),
         ({"actions": {"bins": 3}}, "set low and high"),
-        ({"actions": {**NUMBERS, "head": "gauss"}}, "actions.head=gauss: set it to action_tokens or gaussian"),
+        ({"actions": {**NUMBERS, "head": "gauss"}}, "actions.head=gauss: set it to action_tokens or gaussian or flow"),
+        ({"actions": {**NUMBERS, "noise": 0.5}}, "actions.noise: head=gaussian has no denoising steps"),
+        ({"actions": {**FLOW, "denoising_steps": 0}}, r"denoising_steps and bins are \(0, 3\)"),
+        ({"actions": {**FLOW, "bins": 2.5}}, r"denoising_steps and bins are \(2, 2.5\)"),
+        ({"actions": {**FLOW, "first_token": 30}}, "not 72 tokens from 30"),
+        ({"actions": FLOW}, "a chunk of actions has 24 tokens: set data.max_response_length"),
         ({"actions": {**NUMBERS, "bins": 3}}, "actions.bins: head=gaussian draws numbers"),
         ({"actions": {**NUMBERS, "first_token": 90}}, "not 16 tokens from 90"),
         ({"score": "reward"}, "score=reward"),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.audit.acting.simulator_episodes import bounds_of
+from distflow.audit.acting.simulator_episodes import tokens_of_action
 from distflow.audit.policy_losses import Tokens
 from distflow.audit.recorded_step import RecordedStep, Sample, index_of
 from distflow.config import Config
@@ -16,7 +16,7 @@ from distflow.config import Config
 def dim_of(config: Config, level: str) -> int:
     """Tokens of an action, or 0 for whole chunks."""
     options: Any = config.actor_rollout_ref.rollout.workflow_kwargs["actions"]
-    return len(bounds_of(options)) if level == "action" else 0
+    return tokens_of_action(options) if level == "action" else 0
 
 
 def by_unit(tokens: Tokens, units: Tensor) -> Tokens:

@@ -24,15 +24,17 @@ def check_simulator(recorded: RecordedStep, sample: Sample, turns: Sequence[Any]
     _check_start(who, recorded, sample, begun)
     results = [result for _, result in called["act"]]
     options: dict[str, Any] = dict(recorded.config.actor_rollout_ref.rollout.workflow_kwargs)
-    dim, first_token = len(bounds_of(options["actions"])), _first_token(recorded, options["actions"])
+    size, head = tokens_of_action(options["actions"]), _head(recorded, options["actions"])
+    if sample.get("action_head", head) != head:
+        raise Wrong(f"sample {sample['uid']} is scored as drawn by {sample['action_head']}, but the config sets {head}")
     for number, turn in enumerate(turns):
         if number < len(results):
             values = turn.place.generation.values if "action_values" in sample else ()
-            _check_actions(who, options, turn.drawn, called["act"][number], first_token, values)
+            _check_actions(who, options, turn.drawn, called["act"][number], head, values)
         mask = sample["response_mask"][turn.place.start : turn.place.start + len(turn.drawn)] > 0
         steps = len(results[number]["rewards"]) if number < len(results) else 0
         is_cut = sample["finish_reason"] == "no_action" and turn is turns[-1]
-        used = min(dim * (steps + is_cut), len(turn.drawn))
+        used = min(size * (steps + is_cut), len(turn.drawn))
         if mask.tolist() != [place < used for place in range(len(turn.drawn))]:
             raise Wrong(
                 f"decision {number} of sample {sample['uid']} is trained on {int(mask.sum())} tokens, not {used}"
@@ -50,6 +52,21 @@ def check_simulator(recorded: RecordedStep, sample: Sample, turns: Sequence[Any]
     _check_score(who, sample, results, returned, options.get("score") == "return")
 
 
+def tokens_of_action(options: Mapping[str, Any]) -> int:
+    """Of `actions`: a flow has the noise and each denoising step of all numbers."""
+    steps = int(options.get("denoising_steps", 4)) if options.get("head") == "flow_sde" else 0
+    return len(bounds_of(options)) * (1 + steps)
+
+
+def _head(recorded: RecordedStep, options: Mapping[str, Any]) -> dict[str, float]:
+    """The fields of the `ActionHead` of `actions`."""
+    dim, first = len(bounds_of(options)), _first_token(recorded, options)
+    if (steps := tokens_of_action(options) // dim - 1) == 0:
+        return {"first": first, "dim": dim, "steps": 0, "bins": 2, "noise": 0.0}
+    bins, noise = options.get("bins", 32), options.get("noise", 0.5)
+    return {"first": first, "dim": dim, "steps": steps, "bins": bins, "noise": noise}
+
+
 def _first_token(recorded: RecordedStep, options: Mapping[str, Any]) -> int:
     """The token of the lowest bin, or of the first number."""
     tokenizer, first = recorded.run.resources.tokenizer, options.get("first_token")
@@ -57,7 +74,8 @@ def _first_token(recorded: RecordedStep, options: Mapping[str, Any]) -> int:
         return int(tokenizer.get_vocab()[first])
     size = int(options.get("bins") or 256)
     if options.get("head", "action_tokens") != "action_tokens":
-        size = 2 * len(bounds_of(options)) * int(options.get("action_chunks_len", 8))
+        own = int(options.get("bins", 32)) if options["head"] == "flow_sde" else 2
+        size = own * tokens_of_action(options) * int(options.get("action_chunks_len", 8))
     return len(tokenizer) - size if first is None else int(first)
 
 
@@ -99,29 +117,39 @@ def _check_actions(
     options: Mapping[str, Any],
     drawn: Sequence[int],
     call: tuple[Any, ...],
-    first_token: int,
+    head: Mapping[str, Any],
     values: Sequence[float],
 ) -> None:
-    """Each number of an action is the middle of the bin that its token stands for, or its value from −1 to 1 on the
-    scale of the bounds, clipped to them."""
+    """Each number of an action is the middle of the bin that its token stands for, or its last value from −1 to 1 on
+    the scale of the bounds, clipped to them."""
     given, result = call
     bounds, bins = bounds_of(options["actions"]), int(options["actions"].get("bins") or 256)
     for step, action in enumerate(given["actions"]):
         places = [(number - a) / (b - a) * bins - 0.5 for number, (a, b) in zip(action, bounds, strict=True)]
         tokens = drawn[step * len(bounds) : (step + 1) * len(bounds)]
-        between = [token - first_token - place for token, place in zip(tokens, places, strict=True)]
+        drew: Sequence[float] = tokens
+        between = [token - head["first"] - place for token, place in zip(tokens, places, strict=True)]
         if values:
             numbers = [2 * (number - a) / (b - a) - 1 for number, (a, b) in zip(action, bounds, strict=True)]
-            own = values[step * len(bounds) : (step + 1) * len(bounds)]
-            wanted = range(first_token + 2 * step * len(bounds), first_token + 2 * (step + 1) * len(bounds), 2)
-            between = [one - other for one, other in zip(tokens, wanted, strict=True)]
-            between += [min(max(one, -1.0), 1.0) - other for one, other in zip(own, numbers, strict=True)]
+            own = slice(step * (size := tokens_of_action(options["actions"])), (step + 1) * size)
+            between, drew = _beside_bins(head, own.start, drawn[own], values[own]), values[own]
+            last = [min(max(value, -1.0), 1.0) for value in drew[-len(bounds) :]]
+            between += [one - other for one, other in zip(last, numbers, strict=True)]
         if max(map(abs, between), default=0.0) > 1e-3:
-            drew = values[step * len(bounds) : (step + 1) * len(bounds)] or tokens
             raise Wrong(f"{who} executed {action}, but the policy drew {list(drew)}")
     ends = [a or b for a, b in zip(result["terminated"], result["truncated"], strict=True)]
     if any(ends[:-1]) or not 1 <= len(ends) <= len(given["actions"]):
         raise Wrong(f"{who} executed {len(ends)} of {len(given['actions'])} actions, with ends {ends}")
+
+
+def _beside_bins(head: Mapping[str, Any], start: int, tokens: Sequence[int], values: Sequence[float]) -> list[float]:
+    """How far each token of numbers from place `start` on is from the one of its value, in tokens."""
+    bins, far = int(head["bins"]), list[float]()
+    for place, (token, value) in enumerate(zip(tokens, values, strict=True), start):
+        wanted = min(max((value + 2) / 4 * bins, 0.0), bins - 1e-6) if head["steps"] else 0.0
+        own = token - head["first"] - bins * place
+        far.append(max(own - wanted, wanted - own - 1, 0.0) if head["steps"] else float(own))
+    return far
 
 
 def bounds_of(options: Mapping[str, Any]) -> list[tuple[float, float]]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from distflow.builtin_names import MODELS, ROLLOUT_ENGINES
 from distflow.config.derived_settings import (
@@ -241,6 +242,10 @@ def action_heads(config: Config) -> Iterator[Finding]:
     for key, advice in wrong.items():
         what = f"actions.head={head} draws numbers, and does not support this"
         yield Finding((key, f"{ROLLOUT}.workflow_kwargs"), what, advice)
+    actions: Any = rollout.workflow_kwargs.get("actions", {})
+    if head == "flow_sde" and not (isinstance(noise := actions.get("noise", 0.5), int | float) and noise > 0):
+        what = "a flow without noise is deterministic: its actions have no density, and the policy no gradient"
+        yield Finding((f"{ROLLOUT}.workflow_kwargs",), what, "set actions.noise to a number above 0, such as 0.5")
 
 
 def no_secrets(config: Config) -> Iterator[Finding]:

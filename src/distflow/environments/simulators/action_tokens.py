@@ -77,14 +77,17 @@ class ActionTokens:
 class ContinuousActions:
     """Chunks of actions as values, step by step, each dimension in turn: −1 is its lower bound, and 1 its upper one.
 
-    low, high: bounds of each dimension. first: token id of the first number; each has two tokens. chunk: steps of a
-    chunk.
+    low, high: bounds of each dimension. first, steps, bins, noise: see `ActionHead`; with denoising `steps`, the action
+    is what the last one gives. chunk: steps of a chunk.
     """
 
     low: tuple[float, ...]
     high: tuple[float, ...]
     first: int
     chunk: int
+    steps: int = 0
+    bins: int = 2
+    noise: float = 0.0
 
     @property
     def dim(self) -> int:
@@ -93,16 +96,27 @@ class ContinuousActions:
     @property
     def num_tokens(self) -> int:
         """Of a chunk."""
-        return self.dim * self.chunk
+        return self.dim * (1 + self.steps) * self.chunk
+
+    @property
+    def head(self) -> dict[str, float]:
+        """The fields of the `ActionHead`."""
+        return {name: getattr(self, name) for name in ("first", "dim", "steps", "bins", "noise")}
 
     def decode(self, values: Sequence[float]) -> NDArray[np.float64]:
         """The actions `(steps, dim)`, clipped to the bounds. Raises ValueError for a value that is not finite."""
-        steps, low, high = len(values) // self.dim, np.array(self.low), np.array(self.high)
-        given = np.array(values[: steps * self.dim], np.float64).reshape(steps, self.dim)
+        size, low, high = self.dim * (1 + self.steps), np.array(self.low), np.array(self.high)
+        whole = len(values) // size * size
+        given = np.array(values[:whole], np.float64).reshape(-1, size)[:, -self.dim :]
         if not np.isfinite(given).all():
             step, part = np.argwhere(~np.isfinite(given))[0]
             raise ValueError(f"dimension {part} of action {step} is {given[step, part]:g}: the policy has diverged")
         return low + (np.clip(given, -1, 1) + 1) / 2 * (high - low)
+
+
+def denoising_steps(options: Mapping[str, Any]) -> int:
+    """Of each number of an action; 0 for heads that draw it at once."""
+    return int(options.get("denoising_steps", 4)) if options.get("head") == "flow_sde" else 0
 
 
 def action_bounds(options: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...], bool]:

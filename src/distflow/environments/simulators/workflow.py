@@ -10,7 +10,12 @@ from distflow.data.images import keep_pixels
 from distflow.data.sample import ENV_ERROR
 from distflow.environments.chat import Chat, ChatError
 from distflow.environments.environment_workflow import seed_of
-from distflow.environments.simulators.action_tokens import ActionTokens, ContinuousActions, action_bounds
+from distflow.environments.simulators.action_tokens import (
+    ActionTokens,
+    ContinuousActions,
+    action_bounds,
+    denoising_steps,
+)
 from distflow.environments.simulators.protocol import Observation
 from distflow.environments.simulators.worker_pool import Episode, SimulatorPool
 from distflow.environments.user_process import MadeByOptions, options_of
@@ -21,9 +26,10 @@ MAX_STEPS, NO_ACTION = "max_steps", "no_action"
 T = TypeVar("T")
 _BOUNDS = ("low", "high", "statistics", "unnorm_key", "action_dim")
 _STATE = ("bins", *_BOUNDS, "first_token")
-_ACTIONS = (*_STATE, "action_chunks_len", "execute", "head")
-HEADS = ("action_tokens", "gaussian")
-"""What draws an action: a bin of each dimension, or its number from a normal distribution."""
+_FLOW = ("denoising_steps", "noise")
+_ACTIONS = (*_STATE, "action_chunks_len", "execute", "head", *_FLOW)
+HEADS = ("action_tokens", "gaussian", "flow_sde")
+"""What draws an action: a bin of each dimension, its number from a normal distribution, or from noise, in steps."""
 
 
 class SimulatorWorkflow(MadeByOptions):
@@ -55,8 +61,13 @@ class SimulatorWorkflow(MadeByOptions):
         if (head := actions.get("head", "action_tokens")) not in HEADS:
             raise UserError(f"actions.head={head}: set it to {' or '.join(HEADS)}")
         self._is_continuous = head != "action_tokens"
-        if self._is_continuous and actions.get("bins") is not None:
+        if head == "gaussian" and actions.get("bins") is not None:
             raise UserError(f"actions.bins: head={head} draws numbers, without bins: set it to null")
+        if head != "flow_sde" and (odd := next((name for name in _FLOW if name in actions), None)):
+            raise UserError(f"actions.{odd}: head={head} has no denoising steps: remove it")
+        sizes = (actions.get("denoising_steps", 4), actions.get("bins", 32)) if head == "flow_sde" else ()
+        if not all(isinstance(size, int) and size >= 1 for size in sizes):
+            raise UserError(f"actions: denoising_steps and bins are {sizes}: set them to whole numbers from 1 on")
         if score not in ("success", "return"):
             raise UserError(f"score={score}: set it to success or return")
         self._actions, self._bounds = dict(actions), action_bounds(actions)
@@ -83,7 +94,7 @@ class SimulatorWorkflow(MadeByOptions):
         if self._codec is None:
             self._codec = self._codecs(chat)
         if isinstance(self._codec, ContinuousActions):
-            chat.head = {"first": self._codec.first}
+            chat.head = self._codec.head
         chat.finish_reason = ENV_ERROR  # until it has ended
         told = {**row.extra_info, "ground_truth": row.ground_truth}
         with chat.clock_stopped():
@@ -119,9 +130,10 @@ class SimulatorWorkflow(MadeByOptions):
                 num_steps, total = num_steps + len(steps), total + sum(result["rewards"])
                 success = success or any(steps)
                 reason = "stop" if result["terminated"][-1] else MAX_STEPS if result["truncated"][-1] else ""
-            used = len(steps) * codec.dim
+            size = codec.num_tokens // self._chunk  # of an action
+            used = len(steps) * size
             if not reason and len(chunk) < self._execute:
-                reason, used = NO_ACTION, min(used + codec.dim, len(reply.token_ids))
+                reason, used = NO_ACTION, min(used + size, len(reply.token_ids))
             talk.keep(used)
             talk.finish_reason = reason or "stop"
         if decisions and (last := _store_images(episode.seen, chat)):
@@ -137,9 +149,11 @@ class SimulatorWorkflow(MadeByOptions):
             self._state_codec = _tokens_of("state_tokens", chat, self._state_tokens, (low, high, True), 1)
         codec: ActionTokens | ContinuousActions
         if self._is_continuous:
-            low, high, _ = self._bounds
-            size = 2 * len(low) * self._chunk
-            codec = ContinuousActions(low, high, _first_token("actions", chat, self._actions, size), self._chunk)
+            (low, high, _), steps = self._bounds, denoising_steps(self._actions)
+            bins, noise = (self._actions.get("bins", 32), float(self._actions.get("noise", 0.5))) if steps else (2, 0.0)
+            size = bins * len(low) * (1 + steps) * self._chunk
+            first = _first_token("actions", chat, self._actions, size)
+            codec = ContinuousActions(low, high, first, self._chunk, steps, bins, noise)
         else:
             codec = _tokens_of("actions", chat, self._actions, self._bounds, self._chunk)
         if codec.num_tokens > chat.limits.response:

@@ -18,7 +18,7 @@ from torch import Tensor
 from distflow.algorithms.advantages.group_estimator_base import on_last_token
 from distflow.algorithms.srpo import SrpoReward, SrpoSettings, srpo_rewards
 from distflow.config import Config
-from distflow.environments.simulators.action_tokens import action_bounds
+from distflow.environments.simulators.action_tokens import action_bounds, denoising_steps
 from distflow.errors import UserError
 from distflow.graph import Drop, NodeOutput, NodeRole, node, node_factory
 from distflow.graph.fields import register_field
@@ -68,8 +68,9 @@ def _successes(parts: Sequence[Mapping[str, float]], extra: Sequence[Mapping[str
 
 
 def action_dim(config: Config) -> int:
-    """The numbers of an action. Raises UserError."""
-    return len(action_bounds(config.actor_rollout_ref.rollout.workflow_kwargs["actions"])[0])  # type: ignore[arg-type]
+    """The tokens of an action. Raises UserError."""
+    options: Any = config.actor_rollout_ref.rollout.workflow_kwargs["actions"]
+    return len(action_bounds(options)[0]) * (1 + denoising_steps(options))
 
 
 @node_factory

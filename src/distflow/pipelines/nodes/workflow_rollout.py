@@ -331,7 +331,7 @@ class _Episodes:
             outcome=outcome,
             valid=has_score,
             rejected=outcome is None,
-            has_values=chat.head is not None,
+            head=chat.head,
         )
 
     def _place(self, chat: Chat) -> tuple[int, list[int]]:
