@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 PROGRAM = """
 import asyncio, itertools, os, pathlib, statistics, time
 from distflow import NodeRole, Pipeline, node
-from distflow.pipelines import grpo, nodes
+from distflow.pipelines import nodes, policy_gradient
 from distflow.rollout.embedded import engine
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 
@@ -166,11 +166,11 @@ def make(config):
         LocalSampleQueue.planted = True
         PLANTED[FAULT]()
     pipeline = Pipeline("faulty")
-    grpo.roll_out_and_score(pipeline, config)
+    policy_gradient.roll_out_and_score(pipeline, config)
     if FAULT in NODES:
         pipeline.add_node("faulty", NODES[FAULT])
-    grpo.prepare_training_data(pipeline, config)
-    grpo.estimate_advantages(pipeline, config)
+    policy_gradient.prepare_training_data(pipeline, config)
+    policy_gradient.estimate_advantages(pipeline, config)
     pipeline.add_node("actor_train", nodes.train_actor)
     return pipeline.build()
 """
