@@ -39,9 +39,6 @@ from distflow.observe.writing.run_folder import writer_of
 if TYPE_CHECKING:
     from distflow.commands.dashboard_pages import Dashboard
 
-if TYPE_CHECKING:
-    pass
-
 _COOKIE = "distflow_dashboard"
 _HEADERS = {
     "content-security-policy": f"{POLICY_OF_SERVED_PAGES}; frame-ancestors 'none'",
