@@ -186,7 +186,8 @@ def process_of(command: CliRun, ground: Playground) -> int:
     """The process of one of the runs."""
     for pid in children_of(command.pid):
         words = Path(f"/proc/{pid}/cmdline")
-        if words.exists() and f"{ground.folder.name}.yaml" in (said := words.read_text()) and "concurrent_run_processes" in said:
+        said = words.read_text() if words.exists() else ""
+        if f"{ground.folder.name}.yaml" in said and "concurrent_run_processes" in said:
             return pid
     raise AssertionError(f"{ground.folder.name} has ended: {command.said()}")
 
