@@ -54,6 +54,7 @@ class Server(ThreadingHTTPServer):
                 "vocab_size": VOCAB_SIZE,
                 "max_model_len": 256,
                 "can_sleep": False,
+                "held": bool(self.hashes),
             }
             return {"results": [described]}
         if path == "/collective_rpc" and asked["method"] == "distflow_load":

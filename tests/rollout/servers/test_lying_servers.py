@@ -433,6 +433,60 @@ def test_one_that_comes_back_is_given_the_weights_again(server: Server, monkeypa
     run(make(server.url), story)
 
 
+@pytest.mark.parametrize("path", [GENERATE, "/collective_rpc"])
+def test_one_that_was_started_anew_is_not_believed(server: Server, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """It is well, but has neither the weights nor what its predecessor drew. path: the call that meets it first."""
+
+    async def story(engine: VllmEngine) -> None:
+        await engine.load_weights(Version(0, 1), list(engine.model.named_parameters()))
+        held = server.hashes
+
+        def start_anew(asked_path: str, asked: dict[str, Any], true: Any) -> Any:
+            takes = asked.get("method") == "distflow_take_drawn"
+            if asked_path == path and (takes or path == GENERATE) and server.label == "0.1":
+                server.hashes, server.label = {}, "default"
+            if takes and not server.hashes:
+                return {"results": [[[""] * number for number in asked["args"][0].values()]]}
+            return true
+
+        server.lie = start_anew
+        server.label = "0.1"
+        task = asyncio.create_task(engine.generate(request()))
+        while server.hashes == held:
+            await asyncio.sleep(0.01)
+        server.lie = lambda _, asked, true: start_anew("", asked, true)
+        (response, _) = (await task).generations
+        assert response.versions == [1] * 4 and response.rollout_log_probs == [-1.0] * 4
+        assert server.hashes == held and engine.number_of_server == 1
+
+    run(make(server.url), story)
+
+
+def test_errors_of_one_call_do_not_end_the_watch(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that fails to count its tokens, and then stalls, is still found."""
+    monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
+    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.05)
+
+    async def story(engine: VllmEngine) -> None:
+        counts = list[None]()
+
+        def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
+            if asked.get("method") == "distflow_count":
+                counts.append(None)
+                return 500
+            return server.released.wait(DEADLINE_S) and true if path == GENERATE and len(counts) < 9 else true
+
+        server.lie = lie
+        task = asyncio.create_task(engine.generate(request()))
+        while len(counts) < 9:
+            await asyncio.sleep(0.01)
+        assert not engine._watching.done()
+        server.released.set()
+        await task
+
+    run(make(server.url), story)
+
+
 def test_a_cancelled_request_is_closed(server: Server) -> None:
     """Which is how vLLM learns that nobody wants it."""
 

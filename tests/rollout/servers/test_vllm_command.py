@@ -73,6 +73,11 @@ def test_a_cpu_has_threads_and_no_graphs(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"engine_kwargs": {"dtype": "half"}}, "engine_kwargs.vllm.dtype is the run's to set"),
+        ({"engine_kwargs": {"data_parallel_size": 2}}, "rollout.data_parallel_size starts several servers"),
+        (
+            {"engine_kwargs": {"speculative_config": {"model": "m"}}},
+            "vllm.speculative_config: weights and drawn tokens",
+        ),
         ({"free_cache_engine": True}, "vLLM cannot free memory on a CPU"),
     ],
 )

