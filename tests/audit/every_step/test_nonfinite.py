@@ -78,6 +78,27 @@ def test_what_somebody_put_among_the_bundles_stays(tmp_path: Path) -> None:
     assert sum((path / "weights.safetensors").exists() for path in tmp_path.iterdir()) == 2
 
 
+def test_bundles_of_a_policy_with_any_name_do_not_fill_the_disk(tmp_path: Path) -> None:
+    check = NonFinite(tmp_path, 2, "")
+    for step in range(4):
+        bundle = check.updated("Solver_2", engine(), sampled_batch(), SKIPPED, step)
+        check.updated("Solver_2", engine(), sampled_batch(), TAKEN, step)
+    assert bundle is not None and bundle.name == "step-000004-Solver_2-4" and len(list(tmp_path.iterdir())) == 2
+
+
+def test_weights_are_written_again_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    check = NonFinite(tmp_path, 3, "")
+    bundles = [check.updated("actor", engine(), sampled_batch(), SKIPPED, step=0) for _ in range(2)]
+    for bundle in bundles:
+        assert bundle is not None and torch.equal(load_file(bundle / "weights.safetensors")["w"], torch.arange(4.0))
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30, -1e30, 1e5, -1100.0])
 def test_weights_that_are_not_finite_or_garbage_go_no_further(tmp_path: Path, value: float) -> None:
     broken = WeightsOnly(fine=torch.ones(2), broken=torch.tensor([1.0, value]))

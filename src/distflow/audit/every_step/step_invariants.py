@@ -95,8 +95,9 @@ class NonFinite:
         batch.only(names).save(bundle / BATCH)
         before = self._last.get(role, bundle) / WEIGHTS
         if self._in_a_row[role] > 1 and before.is_file():
-            os.link(before, bundle / WEIGHTS)  # a skipped update changed nothing
-        else:
+            with suppress(OSError):  # not every file system has hard links
+                os.link(before, bundle / WEIGHTS)  # a skipped update changed nothing
+        if not (bundle / WEIGHTS).exists():
             weights = engine.state().trained_weights()
             save_file({name: whole(t).cpu().contiguous().clone() for name, t in weights.items()}, bundle / WEIGHTS)
         (bundle / CONFIG).write_text(self.config_yaml, encoding="utf-8")
@@ -121,7 +122,7 @@ class NonFinite:
         ours = (
             path
             for path in self.folder.iterdir()
-            if re.fullmatch(r"step-\d{6,}-[a-z]+-\d+", path.name) and not path.is_symlink()
+            if re.fullmatch(r"step-\d{6,}-\w+-\d+", path.name) and not path.is_symlink()
         )
         bundles = sorted((path for path in ours if "role" in read_object(path / FACTS)), key=_written)
         for old in bundles[: -self.limit]:
