@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from distflow.builtin_names import TRACKERS
 from distflow.errors import UserError, hint
 from distflow.import_target import load
-from distflow.observe.crash_safe_files import encode, to_json
+from distflow.observe.crash_safe_files import encode, to_json, write_atomically
 from distflow.observe.metrics import headlines
 
 # Called once for each failing tracker, with the kind of the event ("warning") and a message.
@@ -52,7 +52,7 @@ class TrackedRun:
         """The tracker's run id, the same for every restart: created at the first start, stored in the run's folder."""
         file = self.run_dir / f"{tracker}.json"
         if not file.exists():
-            file.write_text(json.dumps({"id": create()}) + "\n")
+            write_atomically(file, encode({"id": create()}) + b"\n")
         return str(json.loads(file.read_bytes())["id"])
 
 
@@ -145,7 +145,7 @@ class _TrackerThread:
 
     def finish(self, deadline: float) -> None:
         with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=max(deadline - time.monotonic(), 0.0))
+            self._queue.put(None, timeout=0.0 if self._has_failed else max(deadline - time.monotonic(), 0.0))
         self._thread.join(max(deadline - time.monotonic(), 0.0))
         if self._thread.is_alive():
             self._tell("did not finish in time and was abandoned; metrics.jsonl has everything")
@@ -194,7 +194,9 @@ def _cut(text: str) -> str:
 def _address(webhook: str) -> str:
     """The address in `trainer.webhook`, or in the environment variable that it names, so that no file of the run has
     it. Raises TrackerError."""
-    parts = urlsplit(webhook if "//" in webhook else os.environ.get(webhook, ""))
+    parts = urlsplit("")
+    with contextlib.suppress(ValueError):  # as of an unclosed bracket
+        parts = urlsplit(webhook if "//" in webhook else os.environ.get(webhook, ""))
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
         raise TrackerError(
             "trainer.webhook is neither an https address without a password nor the name of an environment variable "
