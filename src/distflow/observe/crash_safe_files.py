@@ -185,9 +185,10 @@ class LineFile:
         self._torn = False
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flush and close. A later write fails, whatever file has the descriptor's number by then."""
         self.flush()
         os.close(self._fd)
+        self._fd = -1
 
 
 def read_records(

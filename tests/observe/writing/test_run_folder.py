@@ -345,6 +345,35 @@ def test_numbers_that_are_no_plain_floats_are_read_beside_those_that_are(tmp_pat
     assert math.isnan(nan["a"])
 
 
+def test_metrics_that_grow_in_a_long_file_begin_with_a_whole_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distflow.observe.run_reader.MAX_BYTES", 1000)
+    with RunFolder(tmp_path, 0) as run:
+        for step in range(1, 101):
+            run.metrics(step, "train", {"m": 1.0})
+    growing = GrowingMetrics(tmp_path)
+    found = [record.step for record in growing.read(Timeline())]
+    assert found == [record.step for record in read_metrics(tmp_path, max_bytes=1000)] and found[-1] == 100
+    assert growing.damage.num_lines == 0 and len(found) < 20
+
+
+def test_what_comes_after_the_end_is_in_no_other_file(tmp_path: Path) -> None:
+    """As from the thread of a tracker that outlives the run."""
+    run = RunFolder(tmp_path / "run", 0)
+    descriptors = run._events._fd, run._metrics._fd
+    run.close()
+    others = [(tmp_path / f"other-{i}").open("wb", buffering=0) for i in range(40)]
+    assert {*descriptors} <= {file.fileno() for file in others}, "their numbers are in use again"
+    run.event("warning", "tracker late failed")
+    with pytest.raises(OSError, match="cannot write to the run's folder"):
+        run.metrics(1, "train", {"m": 1.0})
+    for file in others:
+        file.close()
+    assert all((tmp_path / f"other-{i}").stat().st_size == 0 for i in range(40))
+    assert [event.kind for event in read_events(tmp_path / "run")] == ["start"]
+
+
 def test_metrics_that_grow_are_read_within_the_memory_of_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

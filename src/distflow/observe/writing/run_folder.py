@@ -313,11 +313,13 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def event(self, kind: str, message: str, **fields: object) -> None:
         """Append an event: "start", "end", "info", "warning", "error", "finding", "canary", ...
 
-        `step` among the fields places it on the timeline.
+        `step` among the fields places it on the timeline. Without effect after `close`: threads of trackers may outlive
+        it.
         """
         record = {"t": time.time(), "restart": self.restart, "kind": kind, "message": message, **fields}
         with self._lock:
-            self._events.append(record)
+            if not self._closed:
+                self._events.append(record)
 
     def span(self, actor: str, span: Span) -> None:
         """Append an activity or a wait of an actor to `spans/ACTOR.jsonl`."""
