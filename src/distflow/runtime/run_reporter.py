@@ -269,7 +269,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         """The current step, or a validation, was audited. unproven: what could not be recomputed, and why."""
         if not self._process.speaks:
             return
-        self.folder.event("audit", message, proven=proven, unproven=unproven, of=of)
+        step = self._step + (of == "step")
+        self.folder.event("audit", message, step=step, proven=proven, unproven=unproven, of=of)
         if of == "step":
             self.view.audited(self._step + 1, len(proven), len(proven) + len(unproven))
 
