@@ -11,7 +11,8 @@ import torch
 
 from distflow.audit import all_checks
 from distflow.audit.audit_schedule import IN_ALL, SHARES, AuditSchedule, Depth, drawn_update
-from distflow.audit.log_probs import score_before
+from distflow.audit.audited_step.log_probs import score_before
+from distflow.audit.check import NOT_APPLICABLE, Check, Wrong
 from distflow.audit.model_forward import KeptWeights, Turns, model_of
 from distflow.audit.record_calls_and_updates import (
     GradientWatch,
@@ -21,8 +22,8 @@ from distflow.audit.record_calls_and_updates import (
     UpdateRecord,
     UpdateWatch,
 )
-from distflow.audit.recorded_step import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
-from distflow.audit.resume import Memory, audit_resume
+from distflow.audit.recorded_step import AuditedRun, RecordedStep
+from distflow.audit.resume_and_loaded_weights import Memory, audit_resume
 from distflow.audit.validation import Facts, Validated, check_end, sample_facts
 from distflow.data import global_random_states
 from distflow.data.batch import Batch

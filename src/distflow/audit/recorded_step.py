@@ -1,4 +1,4 @@
-"""The auditor's checks and their input: the data of a recorded step, as plain tensors of one sample each."""
+"""What the auditor's checks read: the data of a recorded step, as plain tensors of one sample each."""
 
 import copy
 import hashlib
@@ -6,8 +6,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
-from itertools import chain, takewhile
+from functools import cached_property, lru_cache
+from itertools import takewhile
 from operator import eq
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from distflow.audit.check import NOT_APPLICABLE, Sample
 from distflow.audit.model_forward import KeptWeights, PlainScores, RunOfTokens, Turns
 from distflow.audit.record_calls_and_updates import GroupRecord, UpdateRecord
 from distflow.config import Config
@@ -47,12 +48,8 @@ MOST_GATHERED = 2**20
 """Most response tokens of a step whose samples are passed to all ranks for checks over the whole step."""
 SCORES_LAST_REPLY = ("single_turn", "multi_turn", "tools")
 """Workflows whose last reply the run's reward functions score."""
-NOT_APPLICABLE = ""
-"""A check's result if the pipeline has nothing to check."""
 Inputs = tuple[Callable[..., object], Sequence[object], Mapping[str, object]]
 """A function with its positional and keyword arguments."""
-Sample = Mapping[str, Any]
-"""One sample, by column name: a tensor for each per-token column, a value for the others."""
 Limit = TypeVar("Limit")
 
 
@@ -370,59 +367,6 @@ class RecordedStep:
         return [update for update in self.updates if update.role == role]
 
 
-class Wrong(Exception):
-    """The recorded step contradicts the check's statement; the message is for the user."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One statement about a step, and the function that checks it.
-
-    needs: what the check requires. limit: the tolerated difference, in words. run: called with a `RecordedStep`, a
-    `Validated`, or at the start the `AuditedRun`; returns None if the check passed, `NOT_APPLICABLE` if there is
-    nothing to check, else why it could not be made; raises Wrong if it failed.
-    """
-
-    name: str
-    statement: str
-    needs: str
-    limit: str
-    run: Callable[[Any], str | None]
-
-
-def check(name: str, statement: str, *, needs: str, limit: str) -> Callable[[Callable[[Any], str | None]], Check]:
-    """Makes a `Check` of the decorated function."""
-    return partial(Check, name, statement, needs, limit)
-
-
-def check_tokens(sample: Sample, column: str, expected: Tensor, wrong: Tensor, reason: str) -> None:
-    """Raises Wrong with the first wrong token of the sample, if any. reason: the rule that gives the expected value."""
-    if bool(wrong.any()):
-        token = int(wrong.nonzero()[0])
-        raise Wrong(
-            f"{column} of sample {sample['uid']} is {float(sample[column][token]):g} at token {token} of "
-            f"{len(expected)}, but should be {float(expected[token]):g}{reason}"
-        )
-
-
-def check_close(
-    samples: Sequence[Sample],
-    column: str,
-    expected: Sequence[Sequence[float]],
-    limit: float,
-    reason: Callable[[Sample], str],
-) -> None:
-    """Raises Wrong if a token's value is not the expected one. limit: relative, to at least 1; NaN is never close."""
-    if not samples:
-        return
-    wanted = torch.tensor(list(chain.from_iterable(expected)), dtype=torch.float64)
-    gap = (doubles(torch.cat([sample[column] for sample in samples])) - wanted).abs()
-    if bool((wrong := ~(gap <= limit * wanted.abs().clamp(min=1.0))).any()):
-        lengths = [len(row) for row in expected]
-        for sample, own, odd in zip(samples, wanted.split(lengths), wrong.split(lengths), strict=True):
-            check_tokens(sample, column, own, odd, reason(sample))
-
-
 def samples_of(batch: Batch) -> list[Sample]:
     """The samples of a batch, each with its own tokens only."""
     columns: dict[str, Sequence[Any]] = {}
@@ -506,7 +450,3 @@ def plain_function(fn: Callable[..., object]) -> Callable[..., object]:
     while hasattr(fn, "func"):
         fn = fn.func
     return fn
-
-
-def doubles(values: Tensor) -> Tensor:
-    return values.detach().to("cpu", torch.float64)

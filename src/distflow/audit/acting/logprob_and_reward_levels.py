@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from distflow.audit.acting.simulator_episodes import tokens_of_action
-from distflow.audit.policy_losses import Tokens
-from distflow.audit.recorded_step import RecordedStep, Sample, index_of
+from distflow.audit.audited_step.policy_loss_formulas import Tokens
+from distflow.audit.check import Sample
+from distflow.audit.recorded_step import RecordedStep, index_of
 from distflow.config import Config
 
 

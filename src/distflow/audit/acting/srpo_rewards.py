@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from distflow.audit.recorded_step import RecordedStep, Sample, Wrong
+from distflow.audit.check import Sample, Wrong
+from distflow.audit.recorded_step import RecordedStep
 from distflow.config.keys.reward import SrpoConfig
 from distflow.untrusted_files import load_image
 

@@ -11,18 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distflow.audit.recorded_step import (
-    NOT_APPLICABLE,
-    RecordedStep,
-    RecordedTurn,
-    Sample,
-    Wrong,
-    check,
-    check_tokens,
-    conversations_of,
-    index_of,
-)
-from distflow.audit.samples import parts_of_domain
+from distflow.audit.audited_step.groups_responses_and_masks import parts_of_domain
+from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, check_tokens
+from distflow.audit.recorded_step import RecordedStep, RecordedTurn, conversations_of, index_of
 from distflow.builtin_names import PROMPT_CHAT, ROLLOUT_ENGINES
 from distflow.config.derived_settings import response_limit
 from distflow.config.keys.actor_rollout_ref_and_critic import AgentConfig, RolloutConfig

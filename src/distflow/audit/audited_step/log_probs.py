@@ -10,18 +10,9 @@ import torch
 from torch import Tensor
 
 from distflow.audit import model_forward
+from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, doubles
 from distflow.audit.record_calls_and_updates import OpenEngine, UpdateRecord
-from distflow.audit.recorded_step import (
-    NOT_APPLICABLE,
-    AuditedRun,
-    RecordedStep,
-    Sample,
-    Wrong,
-    check,
-    conversations_of,
-    doubles,
-    policies_of_conversations,
-)
+from distflow.audit.recorded_step import AuditedRun, RecordedStep, conversations_of, policies_of_conversations
 from distflow.config.derived_settings import is_rl
 from distflow.training.policies import models_of
 

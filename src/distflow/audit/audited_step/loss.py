@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.objectives import PolicyObjective
-from distflow.audit.log_probs import is_predicted
-from distflow.audit.model_forward import PlainScores
-from distflow.audit.policy_losses import (
+from distflow.audit.audited_step.log_probs import is_predicted
+from distflow.audit.audited_step.policy_loss_formulas import (
     FORMULAS,
     Formula,
     Tokens,
@@ -24,19 +23,11 @@ from distflow.audit.policy_losses import (
     statistics,
     to_select,
 )
+from distflow.audit.audited_step.token_level_rewards import kl
+from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, check_tokens, doubles
+from distflow.audit.model_forward import PlainScores
 from distflow.audit.record_calls_and_updates import UpdateRecord, units_of
-from distflow.audit.recorded_step import (
-    NOT_APPLICABLE,
-    RecordedStep,
-    Sample,
-    Wrong,
-    check,
-    check_tokens,
-    doubles,
-    is_builtin,
-    own_tokens,
-)
-from distflow.audit.token_level_rewards import kl
+from distflow.audit.recorded_step import RecordedStep, is_builtin, own_tokens
 from distflow.config import Config
 from distflow.config.derived_settings import config_of, is_rl, own_losses, reads_pairs
 from distflow.data.batch import repeated

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distflow.audit.policy_losses import importance_weights
-from distflow.audit.recorded_step import RecordedStep, Sample, by_group_of, doubles
-from distflow.audit.reference_normalization import share_right
+from distflow.audit.audited_step.normalization_formulas import share_right
+from distflow.audit.audited_step.policy_loss_formulas import importance_weights
+from distflow.audit.check import Sample, doubles
+from distflow.audit.recorded_step import RecordedStep, by_group_of
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.data.batch import Batch
 from distflow.data.sample import LIMIT_REASONS

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.algorithms.normalization_filters_and_weights import ALL_EQUAL, MEAN_TOO_HIGH, MEAN_TOO_LOW, TOO_FEW_SCORES
-from distflow.audit.record_calls_and_updates import GroupRecord
-from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check
-from distflow.audit.samples import (
+from distflow.audit.audited_step.groups_responses_and_masks import (
     ROUNDING,
     accuracies,
     filtered_values,
@@ -27,6 +25,9 @@ from distflow.audit.samples import (
     parts_of_domain,
     rounding_of_mean,
 )
+from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check
+from distflow.audit.record_calls_and_updates import GroupRecord
+from distflow.audit.recorded_step import RecordedStep
 from distflow.builtin_names import ESTIMATORS
 from distflow.config.derived_settings import algorithm_of
 from distflow.config.keys.reward import on_error_of, scoring_models

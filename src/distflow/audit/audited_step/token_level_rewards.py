@@ -9,22 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.audit.episodes import rewards_of_turns
-from distflow.audit.record_calls_and_updates import GroupRecord
-from distflow.audit.recorded_step import (
-    NOT_APPLICABLE,
-    RecordedStep,
-    Sample,
-    Wrong,
-    check,
-    check_close,
-    conversations_of,
-    doubles,
-    index_of,
+from distflow.audit.audited_step.episodes import rewards_of_turns
+from distflow.audit.audited_step.groups_responses_and_masks import (
+    does_not_apply,
+    functions_of,
+    in_baselines,
+    parts_of_domain,
 )
-from distflow.audit.reference_normalization import finished_rewards, whitened
-from distflow.audit.rescored_samples import LIMIT
-from distflow.audit.samples import does_not_apply, functions_of, in_baselines, parts_of_domain
+from distflow.audit.audited_step.normalization_formulas import finished_rewards, whitened
+from distflow.audit.audited_step.rescored_samples import LIMIT
+from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, check_close, doubles
+from distflow.audit.record_calls_and_updates import GroupRecord
+from distflow.audit.recorded_step import RecordedStep, conversations_of, index_of
 from distflow.config.derived_settings import algorithm_of, algorithms, response_limit
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import on_error_of, scoring_models

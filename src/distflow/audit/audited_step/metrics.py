@@ -7,8 +7,9 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from distflow.audit.node_and_queue_metrics import NOT_RECOMPUTED, between, merged, parts_of
-from distflow.audit.recorded_step import RecordedStep, Sample, Wrong, check, conversations_of, doubles
+from distflow.audit.audited_step.node_and_queue_metrics import NOT_RECOMPUTED, between, merged, parts_of
+from distflow.audit.check import Sample, Wrong, check, doubles
+from distflow.audit.recorded_step import RecordedStep, conversations_of
 from distflow.config.keys.reward import scoring_models
 from distflow.data.batch import Batch
 from distflow.observe.metrics import find_metric
