@@ -16,9 +16,9 @@ from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import JSON, encode, read_object, write_atomically
 from distflow.observe.metrics import find_metric
 from distflow.observe.report import chart_data as charts
-from distflow.observe.report import doctor, domains, run_rules, samples, summary_sentences
+from distflow.observe.report import doctor, doctor_run_rules, domains, samples, summary_sentences
 from distflow.observe.report import graph_and_timelines as step
-from distflow.observe.report.invoice import invoice_json, price_of
+from distflow.observe.report.idle_invoice import invoice_json, price_of
 from distflow.observe.report.summary_sentences import Accuracy, EventGroup, Finding, Steps, known_values
 from distflow.observe.run_reader import Event
 from distflow.observe.sanitized_output import escape_control
@@ -99,7 +99,7 @@ def report_data(run_dir: Path) -> dict[str, Any]:
     return data
 
 
-class RunPages(run_rules.RunRecords):
+class RunPages(doctor_run_rules.RunRecords):
     """The data of a run's pages as JSON, in parts: each reads what it needs when it is first asked for."""
 
     def __init__(self, run_dir: Path, growing: run_reader.GrowingMetrics | None = None) -> None:
@@ -121,7 +121,7 @@ class RunPages(run_rules.RunRecords):
 
     @cached_property
     def accuracy(self) -> Accuracy | None:
-        if run_rules.accuracy_counts_nothing(self.steps):
+        if doctor_run_rules.accuracy_counts_nothing(self.steps):
             return None
         return summary_sentences.find_accuracy(self.records, self.trials.get("all"))
 
@@ -147,7 +147,7 @@ class RunPages(run_rules.RunRecords):
         """The findings in sentences, and what ended a run that failed."""
         failed = summary_sentences.failure(self.events)
         found, events, records = self.examination.findings, self.events, self.records
-        planned = [each for each in found if each.rule == run_rules.PLANNED and each.tone == "unknown"]
+        planned = [each for each in found if each.rule == doctor_run_rules.PLANNED and each.tone == "unknown"]
         found = [each for each in found if each not in planned]
         written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
         known = None if self.growing is None else self.growing.damage

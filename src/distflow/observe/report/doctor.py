@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distflow.observe.crash_safe_files import JSON, read_object, to_number
-from distflow.observe.report.graph_and_timelines import read_activity
-from distflow.observe.report.invoice import Charge
-from distflow.observe.report.run_rules import (
+from distflow.observe.report.doctor_run_rules import (
     MAX_SHOWN,
     MAX_UIDS,
     PLANNED,
@@ -28,7 +26,7 @@ from distflow.observe.report.run_rules import (
     truncation,
     unaccounted,
 )
-from distflow.observe.report.step_rules import (
+from distflow.observe.report.doctor_step_rules import (
     MANY_STEPS,
     STEP_RULES,
     Check,
@@ -36,6 +34,8 @@ from distflow.observe.report.step_rules import (
     register_doctor_rule,
     rules_over,
 )
+from distflow.observe.report.graph_and_timelines import read_activity
+from distflow.observe.report.idle_invoice import Charge
 from distflow.observe.report.summary_sentences import (
     NO_END,
     Finding,

@@ -8,7 +8,7 @@ import pytest
 
 from distflow.observe.report.build import report_data
 from distflow.observe.report.doctor import examine
-from distflow.observe.report.run_rules import (
+from distflow.observe.report.doctor_run_rules import (
     Finding,
     RunRecords,
     accuracy_counts_nothing,
@@ -18,7 +18,7 @@ from distflow.observe.report.run_rules import (
     predicted_and_measured,
     truncation,
 )
-from distflow.observe.report.step_rules import StepRules
+from distflow.observe.report.doctor_step_rules import StepRules
 from distflow.observe.writing.run_folder import RunFolder
 
 Steps = dict[int, dict[str, float]]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from distflow.errors import count_of, joined
 from distflow.observe.crash_safe_files import JSON, to_number
-from distflow.observe.report import invoice
+from distflow.observe.report import idle_invoice as invoice
 from distflow.observe.report.chart_data import tabulate
+from distflow.observe.report.doctor_step_rules import MANY_STEPS, setting
 from distflow.observe.report.graph_and_timelines import RunActivity, read_activity
 from distflow.observe.report.samples import evenly
-from distflow.observe.report.step_rules import MANY_STEPS, setting
 from distflow.observe.report.summary_sentences import REWARD, Finding, Steps, known_values
 from distflow.observe.run_reader import (
     RIGHT,
