@@ -1,6 +1,7 @@
 """Lists the auditor's checks in the order in which they run, and generates their table in `docs/trust.md`."""
 
 from dataclasses import replace
+from functools import partial
 
 from distflow.audit.audited_step import rescored_samples, token_level_rewards, updates
 from distflow.audit.audited_step.advantages import audit_advantages, audit_moments, over_step
@@ -103,7 +104,7 @@ OF_MOST_STEPS: tuple[Check, ...] = (
     replace(audit_loss, run=audit_value_clips),
     replace(token_level_rewards.audit_rewards, run=token_level_rewards.audit_totals),
     replace(audit_advantages, run=audit_moments),
-    replace(rescored_samples.audit_dropped, run=rescored_samples.audit_dropped_values),
+    replace(rescored_samples.audit_dropped, run=partial(rescored_samples.audit_dropped.run, calls=False)),
     replace(audit_metrics, run=audit_step_metrics),
 )
 """Checks that are cheap enough for most steps: rows and filter of groups, mini-batches, learning rates, sum and norm of

@@ -72,7 +72,8 @@ def audit_episodes(recorded: RecordedStep) -> str | None:
         if sample["reward_errors"] is None and bool(sample["valid"]):
             _check_limits(recorded, sample, turns)
             name, _ = workflow_of(recorded.config.actor_rollout_ref.rollout, sample["domain"])
-            OWN_CHECKS.get(name, _nothing)(recorded, sample, turns)
+            if own_check := OWN_CHECKS.get(name):
+                own_check(recorded, sample, turns)
     return None if seen else "no episode's events are known"
 
 
@@ -364,10 +365,6 @@ def _check_tools(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) 
         raise Wrong(f"tool {given['name']} returned {text!r:.120} {who}, which was not told so")
 
 
-def _nothing(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
-    """No check: other workflows have no contract with the user's process that is known here."""
-
-
 def _check_checker(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
     """The checker of `solver_checker` was asked about the solver's reply, and earns 1 if its own agrees with the
     accuracy, else 0; the solver earns what the reward functions gave for that reply."""
@@ -420,4 +417,4 @@ OWN_CHECKS = {
     "solver_checker": _check_checker,
     "simulator": _check_simulator,
 }
-"""The further contract of built-in workflows."""
+"""The further contract of built-in workflows. Others have none with the user's process that is known here."""

@@ -24,6 +24,7 @@ from distflow.audit.audited_step.policy_loss_formulas import (
     to_select,
 )
 from distflow.audit.audited_step.token_level_rewards import kl
+from distflow.audit.audited_step.updates import check_micro_batches
 from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, check_tokens, doubles
 from distflow.audit.model_forward import PlainScores
 from distflow.audit.record_calls_and_updates import UpdateRecord, units_of
@@ -396,13 +397,8 @@ def _message(update: UpdateRecord, name: str, batch: MiniBatch, expected: Tensor
 
 def _mini_batch(recorded: RecordedStep, update: UpdateRecord) -> MiniBatch:
     """The recorded mini-batch. Raises Wrong if the micro-batches are not exactly its samples."""
+    check_micro_batches(update)
     known = recorded.rows
-    uids = [uid for micro in update.micros for uid in micro.uids]
-    if sorted(uids) != sorted(update.uids):
-        raise Wrong(
-            f"the micro-batches of a mini-batch hold {len(uids)} samples, the mini-batch {len(update.uids)}: some "
-            "were left out or used twice"
-        )
     samples = [known[uid] for micro in update.micros for uid in micro.recorded]
     lengths = [len(sample["response_ids"]) for sample in samples]
     outputs: dict[str, list[Tensor]] = {name: [] for name in update.loss.outputs}

@@ -98,14 +98,10 @@ def audit_reward_functions(recorded: RecordedStep) -> str | None:
     needs="groups dropped since the last step, but not by a custom function",
     limit="equal, the last few groups of a step",
 )
-def audit_dropped(recorded: RecordedStep) -> str | None:
-    found = [_check_dropped(recorded, *each, again=each is recorded.dropped[-1]) for each in recorded.dropped]
-    return found[-1] if found else NOT_APPLICABLE
-
-
-def audit_dropped_values(recorded: RecordedStep) -> str | None:
-    """The same without calls of reward functions."""
-    found = [_check_dropped(recorded, *each, again=False) for each in recorded.dropped]
+def audit_dropped(recorded: RecordedStep, calls: bool = True) -> str | None:
+    """calls: whether to call reward functions."""
+    last = recorded.dropped[-1] if recorded.dropped and calls else None
+    found = [_check_dropped(recorded, *each, again=each is last) for each in recorded.dropped]
     return found[-1] if found else NOT_APPLICABLE
 
 

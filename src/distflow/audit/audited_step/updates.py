@@ -77,13 +77,19 @@ def audit_each_sample_once(recorded: RecordedStep) -> str | None:
     for role in sorted({update.role for update in recorded.updates} | _expected(recorded)):
         _each_once(recorded, role, recorded.updates_of(role))
     for update in recorded.updates:
-        uids = [uid for micro in update.micros for uid in micro.uids]
-        if update.micros and sorted(uids) != sorted(update.uids):
-            raise Wrong(
-                f"the micro-batches of a mini-batch of the {update.role} hold {len(uids)} samples, the mini-batch "
-                f"{len(update.uids)}: some were left out or used twice"
-            )
+        if update.micros:
+            check_micro_batches(update)
     return None
+
+
+def check_micro_batches(update: UpdateRecord) -> None:
+    """Raises Wrong if the micro-batches of a mini-batch are not exactly its samples."""
+    uids = [uid for micro in update.micros for uid in micro.uids]
+    if sorted(uids) != sorted(update.uids):
+        raise Wrong(
+            f"the micro-batches of a mini-batch of the {update.role} hold {len(uids)} samples, the mini-batch "
+            f"{len(update.uids)}: some were left out or used twice"
+        )
 
 
 def _is_ours(recorded: RecordedStep) -> bool:

@@ -41,18 +41,8 @@ _MAX_SENTENCES, _MAX_SENTENCE, _MAX_MESSAGE = 100, 2000, 20_000
 _WITH_COLUMNS = ("series", "bars")
 
 _PARTS = (
-    "text",
-    "load",
-    "top",
-    "curves",
-    "figures",
-    "step",
-    "timeline",
-    "invoice",
-    "domains",
-    "reward_results",
-    "samples",
-    "setup",
+    *("text", "load", "top", "curves", "figures", "step", "timeline", "invoice", "domains", "reward_results"),
+    *("samples", "setup"),
 )
 SCRIPTS = (*_PARTS, "report")
 POLICY_OF_SERVED_PAGES = (
@@ -84,15 +74,7 @@ def report_data(run_dir: Path) -> dict[str, Any]:
     """Everything that the page shows, as JSON data; parts missing in the run's folder are empty. Samples fill the space
     that the rest leaves."""
     run = RunPages(run_dir)
-    data = {
-        **run.top(),
-        **run.judged(),
-        **run.learned(),
-        **run.curves(),
-        **run.histograms(),
-        **run.time(),
-        **run.setup(),
-    }
+    data = run.top() | run.judged() | run.learned() | run.curves() | run.histograms() | run.time() | run.setup()
     _shrink(data, MOST_BYTES - _LEAST_SAMPLES_BYTES - 3 * _PAGE_BYTES)
     room = max(MAX_BYTES - len(encode(data)) - _PAGE_BYTES, _LEAST_SAMPLES_BYTES)
     data["samples"] = samples.thin_samples(run_dir, run.timeline, room)
@@ -191,7 +173,9 @@ class RunPages(doctor_run_rules.RunRecords):
     def time(self) -> dict[str, Any]:
         """How steps run."""
         return {
-            "pipeline": step.pipeline_graph(self.run_dir, self.steps),
+            "pipeline": step.drawn_nodes(
+                read_object(self.run_dir / "plan.json", self.run_dir).get("nodes"), self.steps
+            ),
             "timelines": step.timelines(self.activity, self.records),
             "invoice": invoice_json(self.charges, price_of(self.config)),
         }
@@ -366,14 +350,9 @@ def served_page(data: Mapping[str, object], title: str) -> bytes:
     scripts = "\n".join(
         f'<script src="/static/{name}.js"></script>' for name in ("uPlot.iife.min", *_PARTS, "dashboard")
     )
-    words = {
-        "title": _text(title),
-        "kind": "dashboard",
-        "status": "",
-        "policy": POLICY_OF_SERVED_PAGES,
-        "sentences": "",
-    }
-    filled = _template("report.html").substitute(words, styles=styles, scripts=scripts, data=embed(data))
+    words = {"title": _text(title), "kind": "dashboard", "status": "", "sentences": "", "data": embed(data)}
+    words["policy"] = POLICY_OF_SERVED_PAGES
+    filled = _template("report.html").substitute(words, styles=styles, scripts=scripts)
     return filled.encode("utf-8", "backslashreplace")
 
 

@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -200,13 +200,9 @@ class _Walk:
         piece = self._actors.decoding[part].at(self._t) if part in self._actors.decoding else None
         if piece is None:
             return ""
-        return (
-            _SYNC
-            if piece.span.what.startswith(_SWAPS)
-            else "eval"
-            if piece.span.kind == "decode" and piece.span.what != TRAINING
-            else GENERATE
-        )
+        if piece.span.what.startswith(_SWAPS):
+            return _SYNC
+        return "eval" if piece.span.kind == "decode" and piece.span.what != TRAINING else GENERATE
 
     def _of_trainer(self, part: int) -> str:
         piece = self._actors.training[part].at(self._t) if part in self._actors.training else None
@@ -378,16 +374,9 @@ def _states(actors: _Actors, device: int, first: float, last: float) -> Iterator
 
 
 def _merged(stretches: Iterable[_Stretch]) -> Iterator[_Stretch]:
-    last: _Stretch | None = None
-    for each in stretches:
-        if last is not None and last[2:] == each[2:]:
-            last = last._replace(end=each.end)
-            continue
-        if last is not None:
-            yield last
-        last = each
-    if last is not None:
-        yield last
+    for _, alike in groupby(stretches, key=lambda each: each[2:]):
+        first, *rest = alike
+        yield first._replace(end=(rest or [first])[-1].end)
 
 
 def _relabelled(stretches: Iterable[_Stretch]) -> Iterator[_Stretch]:

@@ -281,11 +281,9 @@ class TensorBoardTracker:
         self._add(step, [Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
 
     def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
-        """Add them as a table among the texts."""
         self._text(step, "samples", markdown_table(rows))
 
     def finding(self, found: TrackedFinding) -> None:
-        """Add it to the texts."""
         self._text(found.step, "findings", html.escape(f"{found.rule}: {found.text}"))
 
     def _text(self, step: int, tag: str, text: str) -> None:
@@ -301,7 +299,6 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def close(self) -> None:
-        """Flush and close the event file."""
         self._writer.close()
 
 
@@ -311,7 +308,6 @@ class _TrackerRun:
     _run: Any
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log all metrics of a step."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
@@ -351,7 +347,6 @@ class WandbTracker(_TrackerRun):
         self._run.log({**values, "step": step})
 
     def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
-        """Log them as a table."""
         import wandb
 
         table = wandb.Table(columns=list(_COLUMNS), data=[[row[name] for name in _COLUMNS] for row in rows])
@@ -419,7 +414,6 @@ class MlflowTracker:
         self._client.set_tag(self._id, f"finding.{found.rule}", f"step {found.step}: {found.text}"[:5000])
 
     def close(self) -> None:
-        """End the run."""
         self._client.set_terminated(self._id)
 
 
@@ -458,7 +452,6 @@ class Webhook:
         """Nothing waits."""
 
     def finding(self, found: TrackedFinding) -> None:
-        """Post it."""
         import httpx
 
         name = f"{self._run.project}/{self._run.experiment}"
