@@ -26,6 +26,7 @@ from distflow.observe.run_reader import (
     sample_splits,
     sample_steps,
 )
+from distflow.observe.writing import run_folder
 from distflow.observe.writing.run_folder import RunFolder, RunFolderError, Span
 
 
@@ -356,6 +357,22 @@ def test_metrics_that_grow_in_a_long_file_begin_with_a_whole_line(
     found = [record.step for record in growing.read(Timeline())]
     assert found == [record.step for record in read_metrics(tmp_path, max_bytes=1000)] and found[-1] == 100
     assert growing.damage.num_lines == 0 and len(found) < 20
+
+
+def test_a_disk_that_fails_at_the_end_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = os.umask(0o022)
+    try:
+        run = RunFolder(tmp_path, 0)
+        run.span("training", Span(0.0, 1.0, "phase", "rollout"))
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+            patched.setattr("os.write", fail)
+            run.close()
+        assert tmp_path.absolute() not in run_folder._locks and os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
 
 
 def test_what_comes_after_the_end_is_in_no_other_file(tmp_path: Path) -> None:

@@ -347,9 +347,9 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             if self._closed:
                 return
             self._closed = True
-            for file in (self._metrics, self._events, *self._spans.values()):
-                file.close()
-            self._claim.close()
+            with self._claim:  # is released even if the disk fails
+                for file in (self._metrics, self._events, *self._spans.values()):
+                    file.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
