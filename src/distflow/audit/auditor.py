@@ -127,8 +127,8 @@ class Auditor:
         group = record.prompt_group
         if self._schedule.looks_at(group.version) > Depth.BASE:
             with self._schedule.timed(group.version, Depth.LOOK):
-                part = RecordedStep(self._run, group.version, {group.group_id: record}, (), batch, None, {}, {})
-                part.partial = True
+                records = {group.group_id: record}
+                part = RecordedStep(self._run, group.version, records, (), batch, None, {}, {}, partial=True)
                 self._check(all_checks.OF_A_GROUP, part, f"group {group.group_id}")
 
     def loop_begins(self) -> None:
@@ -163,9 +163,10 @@ class Auditor:
                 raise TrustError(f"step {step + 1} begins with version {synced_version} sent, but {expected} is due")
             if synced_version == step:
                 self._remember(step)
-            updates, sent = dict(self._updates), self._sent_hashes
-            self._taken = RecordedStep(self._run, step, records, group_ids, batch, synced_version, sent, updates)
-            self._taken.passed_over = self.groups.passed_over
+            self._taken = RecordedStep(
+                *(self._run, step, records, group_ids, batch, synced_version, self._sent_hashes, dict(self._updates)),
+                passed_over=self.groups.passed_over,
+            )
             self._recorded = self._look = None
 
     def _remember(self, version: int) -> None:
@@ -244,9 +245,7 @@ class Auditor:
                 self._report(f"step {taken.step + 1}", self._ranks.gather(self._found))
                 self._found = {}
             elif self._schedule.frequency > 0:
-                every = replace(taken)
-                every.updates = taken.updates
-                self._check(all_checks.OF_EVERY_STEP, every)
+                self._check(all_checks.OF_EVERY_STEP, replace(taken))
                 if self._looks:
                     self._look_after(taken, metrics)
         self._tell(taken.step)
@@ -257,8 +256,7 @@ class Auditor:
 
     def step_released(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> None:
         if self._schedule.frequency > 0:
-            released = RecordedStep(self._run, step, {}, (), batch, None, {}, {})
-            released.metrics = metrics
+            released = RecordedStep(self._run, step, {}, (), batch, None, {}, {}, metrics=metrics)
             self._count_dropped(step)
             is_due = self._due or self._looks > Depth.NONE
             with self._schedule.timed(step, self._looks), _on_one_thread():
@@ -308,9 +306,8 @@ class Auditor:
         self._schedule.begins(taken.step)
         self._run.doubts.clear()
         self._run.bring()
-        self._recorded = replace(taken, batch=taken.batch.select(range(len(taken.batch))))  # a copy of the columns
-        self._recorded.passed_over = taken.passed_over
-        self._recorded.budget_s = self._schedule.budget_s(taken.step)
+        columns = taken.batch.select(range(len(taken.batch)))  # a copy
+        self._recorded = replace(taken, batch=columns, updates=[], budget_s=self._schedule.budget_s(taken.step))
         self._found |= self._check(all_checks.BEFORE, self._recorded)
 
     def _look_before(self, taken: RecordedStep, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
@@ -354,14 +351,11 @@ class Auditor:
 
     def _groups(self, taken: RecordedStep, groups: Collection[int]) -> RecordedStep:
         rows = [row for row, group in enumerate(taken.batch["group_index"].tolist()) if group in groups]
-        part = replace(taken, batch=taken.batch.select(rows))
-        part.partial = True
-        return part
+        return replace(taken, batch=taken.batch.select(rows), partial=True)
 
     def _look_after(self, taken: RecordedStep, metrics: Mapping[str, float]) -> None:
-        whole = replace(taken)  # the samples of `taken` lack the columns that nodes have written since
-        whole.updates, whole.metrics, whole.dropped = taken.updates, metrics, self._dropped()
-        whole.passed_over = taken.passed_over
+        # The samples of `taken` lack the columns that nodes have written since.
+        whole = replace(taken, metrics=metrics, dropped=self._dropped())
         is_looked_at = self._looks > Depth.BASE
         self._check(all_checks.OF_LOOKS if is_looked_at else all_checks.OF_MOST_STEPS, whole)
         if not is_looked_at:
@@ -369,8 +363,8 @@ class Auditor:
         look = self._look or self._few_groups(taken, taken.batch)
         watched = {uid for update in taken.updates for micro in update.micros for uid in micro.recorded}
         groups = {int(uid.split("-")[0]) for uid in watched} | set(look.batch["group_index"].tolist())
-        part = self._groups(taken, groups)
-        part.updates, part.metrics, part.plain = taken.updates, metrics, look.plain
+        part = self._groups(whole, groups)
+        part.plain = look.plain
         quick = self._looks is Depth.QUICK
         part.budget_s = 0.0 if quick else self._schedule.score_again_s()
         self._count(self._check(all_checks.QUICK_LOOK if quick else all_checks.LOOK_AFTER, part))

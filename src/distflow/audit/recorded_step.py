@@ -182,14 +182,14 @@ class RecordedStep:
     synced_version: int | None
     sent_hashes: Mapping[str, str]
     num_updates: Mapping[str, int]
-    budget_s: float = field(default=0.0, init=False)
-    dropped: Sequence[tuple[GroupRecord, str, Batch]] = field(default=(), init=False)
-    updates: list[UpdateRecord] = field(default_factory=list, init=False)
-    metrics: Mapping[str, float] = field(default_factory=dict, init=False)
+    budget_s: float = 0.0
+    dropped: Sequence[tuple[GroupRecord, str, Batch]] = ()
+    updates: list[UpdateRecord] = field(default_factory=list)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    partial: bool = False
+    passed_over: Sequence[tuple[PromptGroup, PromptGroup]] = ()
     measured: Sequence[Measured] = field(default=(), init=False)
     after: Batch | None = field(default=None, init=False)
-    partial: bool = field(default=False, init=False)
-    passed_over: Sequence[tuple[PromptGroup, PromptGroup]] = field(default=(), init=False)
     plain: dict[str, PlainScores] = field(default_factory=dict, init=False)
     drawn: dict[str, tuple[PlainScores, Tensor]] = field(default_factory=dict, init=False)
     fixed_tokens: Tensor | None = field(default=None, init=False)

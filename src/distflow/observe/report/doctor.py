@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from distflow.observe.crash_safe_files import JSON, read_object, to_number
+from distflow.observe.crash_safe_files import JSON, to_number
 from distflow.observe.report.doctor_run_rules import (
     MAX_SHOWN,
     MAX_UIDS,
@@ -187,14 +187,7 @@ RUN_RULES: tuple[RunRule, ...] = (
     RunRule("starving-rollout", "spans", "warning", lambda run: starving(run, is_trainer=False)),
     RunRule("unaccounted-time", "spans", "warning", unaccounted),
     RunRule("slow-prompts-starved", "groups", "warning", starved_prompts),
-    RunRule(
-        PLANNED,
-        "timing_s/step",
-        "warning",
-        lambda run: predicted_and_measured(
-            read_object(run.run_dir / "plan.json", run.run_dir).get("predicted"), run.steps
-        ),
-    ),
+    RunRule(PLANNED, "timing_s/step", "warning", predicted_and_measured),
     RunRule("data-order", "groups", "warning", data_order),
 )
 """In the order in which a report shows their findings."""

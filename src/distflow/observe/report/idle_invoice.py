@@ -136,7 +136,7 @@ class _Actors:
     """What the trainers, engines, rollout loops and groups of a run do."""
 
     def __init__(self, journal: Journal) -> None:
-        parts: dict[str, dict[int, list[Span]]] = {}
+        self.spans = parts = dict[str, dict[int, list[Span]]]()
         for actor, spans in journal.spans.items():
             if found := _ACTOR.fullmatch(actor):
                 parts.setdefault(found[1], {}).setdefault(int(found[2] or 0), []).extend(spans)
@@ -327,14 +327,7 @@ def charges(journal: Journal) -> list[Charge]:
 
 
 def _of_device(actors: _Actors, journal: Journal, device: int) -> Iterator[_Stretch]:
-    own = [
-        s
-        for actor, spans in journal.spans.items()
-        if (found := _ACTOR.fullmatch(actor))
-        and found[1] in ("training", "rollout", "engine")
-        and int(found[2] or 0) == device
-        for s in spans
-    ]
+    own = [s for name in ("training", "rollout", "engine") for s in actors.spans.get(name, {}).get(device, ())]
     before = journal.windows[0][0] if journal.windows else 0.0
     for number, (begin, end) in enumerate(journal.windows):
         if begin > before:
