@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from distflow.audit.every_step import step_invariants
 from distflow.audit.every_step.step_invariants import NonFinite
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
@@ -84,6 +85,23 @@ def test_bundles_of_a_policy_with_any_name_do_not_fill_the_disk(tmp_path: Path) 
         bundle = check.updated("Solver_2", engine(), sampled_batch(), SKIPPED, step)
         check.updated("Solver_2", engine(), sampled_batch(), TAKEN, step)
     assert bundle is not None and bundle.name == "step-000004-Solver_2-4" and len(list(tmp_path.iterdir())) == 2
+
+
+def test_all_ranks_make_sharded_weights_whole_whichever_bundles_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that do not take part in a gather would let the others wait forever."""
+    calls: list[torch.Tensor] = []
+    monkeypatch.setattr(step_invariants, "whole", lambda tensor: calls.append(tensor) or tensor)
+    ranks = [NonFinite(tmp_path, 3, "") for _ in range(4)]
+    for step in range(2):
+        numbers = []
+        for rank in ranks:
+            calls.clear()
+            rank.updated("actor", engine(), sampled_batch(), SKIPPED, step)
+            numbers.append(len(calls))
+        assert len(set(numbers)) == 1, numbers
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_weights_are_written_again_where_there_are_no_hard_links(
