@@ -200,7 +200,6 @@ class RecordedStep:
 
     @cached_property
     def samples(self) -> list[Sample]:
-        """All samples of the step on this rank."""
         return samples_of(self.batch)
 
     @cached_property
@@ -446,7 +445,6 @@ def is_builtin(fn: Callable[..., object]) -> bool:
 
 
 def plain_function(fn: Callable[..., object]) -> Callable[..., object]:
-    """The function without its wrappers."""
     while hasattr(fn, "func"):
         fn = fn.func
     return fn

@@ -240,7 +240,6 @@ def read_object(path: Path, folder: Path | None = None) -> dict[str, JSON]:
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
-    """The error for a file that cannot be read."""
     return UserError(f"'{path}' cannot be read: {error.strerror}. Move it away, or put a readable file there")
 
 

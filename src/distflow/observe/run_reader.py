@@ -208,7 +208,6 @@ _STATE_AFTER = {
 
 
 def groups_of(records: Iterable[Mapping[str, Any]]) -> dict[int, Group]:
-    """The groups after these records of a ledger."""
     groups = dict[int, Group]()
     for record in records:
         fold_groups(groups, record)

@@ -327,7 +327,6 @@ def rounding_of_mean(recorded: RecordedStep) -> float:
 
 
 def audit_kept(recorded: RecordedStep) -> str | None:
-    """Check that no group was kept that the filter drops."""
     names = [name for name in recorded.batch.names if recorded.batch.field(name).axis not in TOKEN_AXES]
     part = replace(recorded, batch=recorded.batch.only(names)) if filters_groups(recorded.config) else recorded
     _check_filter(part, by_group_of(part.samples) if part is not recorded else {})

@@ -175,13 +175,11 @@ def score_before(recorded: RecordedStep, update: UpdateRecord) -> None:
 
 
 def dtype_of(engine: object) -> torch.dtype | None:
-    """The dtype that the engine's model computes in."""
     dtype = getattr(engine, "compute_dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def ids_of(sample: Sample) -> model_forward.Ids:
-    """The sample's prompt and response."""
     return model_forward.Ids(sample["prompt_ids"].tolist(), sample["response_ids"].tolist())
 
 

@@ -41,7 +41,6 @@ def audit_metrics(recorded: RecordedStep) -> str | None:
 
 
 def audit_step_metrics(recorded: RecordedStep) -> str | None:
-    """Check the cheapest metrics."""
     _compare(recorded, (*_of_samples(recorded), *_of_updates(recorded), *_of_nodes(recorded)))
     _check_calls(recorded)
     return None

@@ -144,7 +144,6 @@ def _unfinished(run: RunRecords, is_running: bool) -> Finding | None:
 
 
 def _failed_run(run: RunRecords) -> Finding | None:
-    """A run that an error ended."""
     error = failure(run.events)
     if error is None:
         return None

@@ -307,7 +307,6 @@ def _temperature(config: Mapping[str, JSON], group: str = "") -> str:
 
 
 def _messages(run: RunRecords, split: str, steps: Iterable[int]) -> Iterable[str]:
-    """The reward errors of some steps."""
     for step in sorted(steps)[:_MAX_FILES]:
         for row in run.samples(step, split):
             errors = row.get("errors")

@@ -322,7 +322,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
                 self._events.append(record)
 
     def span(self, actor: str, span: Span) -> None:
-        """Append an activity or a wait of an actor to `spans/ACTOR.jsonl`."""
         record = {"t0": span.start, "t1": span.end, "kind": span.kind, "what": span.what, "restart": self.restart}
         optional = {key: getattr(span, key) for key in ("step", "group_id", "version", "on")}
         record.update({key: value for key, value in optional.items() if value is not None})

@@ -109,7 +109,6 @@ class Trackers:
             self._send("samples", step, _table(rows))
 
     def finding(self, found: TrackedFinding) -> None:
-        """Pass a finding to remote trackers."""
         self._send("finding", found)
 
     def _send(self, name: str, *what: object) -> None:
