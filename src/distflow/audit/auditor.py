@@ -13,7 +13,6 @@ from distflow.audit import all_checks
 from distflow.audit.audit_schedule import IN_ALL, SHARES, AuditSchedule, Depth, drawn_update
 from distflow.audit.audited_step.log_probs import score_before
 from distflow.audit.check import NOT_APPLICABLE, Check, Wrong
-from distflow.audit.model_forward import KeptWeights, Turns, model_of
 from distflow.audit.record_calls_and_updates import (
     GradientWatch,
     GroupRecord,
@@ -86,13 +85,10 @@ class Auditor:
         self._ranks, self._first_step = ranks, inputs.version.step
         if resources.reward_fn is not None and spec.options.audit_freq > 0:
             resources.reward_fn.pools.set_on_result(self.groups.add_score)
-        engines = (resources.actor, resources.critic, resources.ref, *resources.scoring_models.values())
-        turns = Turns(ranks, [model for engine in engines if (model := model_of(engine)) is not None])
-        older_weights = KeptWeights(spec.data.max_staleness + 1, spec.weight_dtype)
         state = inputs.state.setdefault(AUDIT_STATE, {})
         self._memory = Memory(inputs, resources)
         again = self._memory.compare_again
-        self._run = AuditedRun(inputs, services, pipeline, training_steps, bring, turns, older_weights, state, again)
+        self._run = AuditedRun(inputs, services, pipeline, training_steps, bring, state, again)
         trains_policy = spec.config.trainer.critic_warmup  # the first step that trains the policy
         staleness, last_step = spec.data.max_staleness, spec.data.total_steps - 1
         self._schedule = AuditSchedule(

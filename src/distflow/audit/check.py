@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distflow.import_target import is_ours
+
 NOT_APPLICABLE = ""
 """A check's result if the pipeline has nothing to check."""
 Sample = Mapping[str, Any]
@@ -70,3 +72,14 @@ def check_close(
 
 def doubles(values: Tensor) -> Tensor:
     return values.detach().to("cpu", torch.float64)
+
+
+def is_builtin(fn: Callable[..., object]) -> bool:
+    """Whether the function, without wrappers, is defined in distflow."""
+    return is_ours(plain_function(fn))
+
+
+def plain_function(fn: Callable[..., object]) -> Callable[..., object]:
+    while hasattr(fn, "func"):
+        fn = fn.func
+    return fn

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distflow.audit.check import NOT_APPLICABLE, Sample
-from distflow.audit.model_forward import KeptWeights, PlainScores, RunOfTokens, Turns
+from distflow.audit.check import NOT_APPLICABLE, Sample, is_builtin, plain_function
+from distflow.audit.model_forward import KeptWeights, PlainScores, RunOfTokens, Turns, model_of
 from distflow.audit.record_calls_and_updates import GroupRecord, UpdateRecord
 from distflow.config import Config
 from distflow.config.derived_settings import (
@@ -31,7 +31,6 @@ from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.data.batch import Batch
 from distflow.graph import BoundPipeline
 from distflow.graph.fields import TOKEN_AXES
-from distflow.import_target import is_ours
 from distflow.observe.metrics import Measured
 from distflow.rewards.reward_results import RewardResult
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
@@ -57,13 +56,13 @@ Limit = TypeVar("Limit")
 class AuditedRun:
     """The run, as seen by one worker's auditor.
 
-    training_steps: of this worker. bring: brings all models onto the device. turns: runs the models. state: JSON values
-    that persist across audits and are in every checkpoint. compare_memory: with the saved run's, before the first
-    update of a step; see `Check.run`. doubts: why the next step is to be audited in full. positions: the last group's
-    number, and its position in its domain, by stream. compared: metrics that were recomputed. marked: trained tokens by
-    their version. validated: the metric of trainer.keep_best by step, higher is better; saved: those of these steps
-    that had a checkpoint. released: `tokens` of the last step over all ranks, and its `metrics`, which may grow.
-    moved: by role, how far a few elements of each weight moved in the last update seen, in learning rates.
+    training_steps: of this worker. bring: brings all models onto the device. state: JSON values that persist across
+    audits and are in every checkpoint. compare_memory: with the saved run's, before the first update of a step; see
+    `Check.run`. doubts: why the next step is to be audited in full. positions: the last group's number, and its
+    position in its domain, by stream. compared: metrics that were recomputed. marked: trained tokens by their version.
+    validated: the metric of trainer.keep_best by step, higher is better; saved: those of these steps that had a
+    checkpoint. released: `tokens` of the last step over all ranks, and its `metrics`, which may grow. moved: by role,
+    how far a few elements of each weight moved in the last update seen, in learning rates.
     """
 
     inputs: WorkerInputs
@@ -71,8 +70,6 @@ class AuditedRun:
     pipeline: BoundPipeline
     training_steps: Sequence[Step]
     bring: Callable[[], None]
-    turns: Turns
-    older_weights: KeptWeights
     state: dict[str, Any]
     compare_memory: Callable[[int], str | None] = lambda step: NOT_APPLICABLE
     doubts: list[str] = field(default_factory=list)
@@ -92,6 +89,17 @@ class AuditedRun:
     @property
     def resources(self) -> Resources:
         return self.services.resources
+
+    @cached_property
+    def turns(self) -> Turns:
+        """Runs the models."""
+        engines = (self.resources.actor, self.resources.critic, self.resources.ref)
+        models = map(model_of, (*engines, *self.resources.scoring_models.values()))
+        return Turns(self.inputs.ports.collective, [model for model in models if model is not None])
+
+    @cached_property
+    def older_weights(self) -> KeptWeights:
+        return KeptWeights(self.spec.data.max_staleness + 1, self.spec.weight_dtype)
 
     @property
     def is_exact(self) -> bool:
@@ -437,14 +445,3 @@ def shuffled(num: int, key: tuple[int, int], counter: tuple[int, int]) -> NDArra
     """The order of `num` sorted raw Philox words."""
     words = np.random.Philox(key=np.array(key, np.uint64), counter=np.array([0, 0, *counter], np.uint64))
     return np.argsort(words.random_raw(num), kind="stable")
-
-
-def is_builtin(fn: Callable[..., object]) -> bool:
-    """Whether the function, without wrappers, is defined in distflow."""
-    return is_ours(plain_function(fn))
-
-
-def plain_function(fn: Callable[..., object]) -> Callable[..., object]:
-    while hasattr(fn, "func"):
-        fn = fn.func
-    return fn

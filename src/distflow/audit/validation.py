@@ -16,10 +16,10 @@ from distflow.audit.audited_step.engine_weights_and_draws import TWIN_NATS
 from distflow.audit.audited_step.episodes import wrong_end
 from distflow.audit.audited_step.groups_responses_and_masks import accuracies, parts_of_domain
 from distflow.audit.audited_step.log_probs import EXACT, ROUNDED, forward_samples, is_beyond
-from distflow.audit.check import Wrong, check, doubles
+from distflow.audit.check import Wrong, check, doubles, is_builtin
 from distflow.audit.model_forward import MAX_LOGITS, Numbers, log_probs_of, normals_of, vocabulary_of
 from distflow.audit.record_calls_and_updates import GroupRecord, OpenEngine
-from distflow.audit.recorded_step import AuditedRun, is_builtin
+from distflow.audit.recorded_step import AuditedRun
 from distflow.config import Config
 from distflow.config.derived_settings import response_limit
 from distflow.data.encoded_prompts import PromptRow

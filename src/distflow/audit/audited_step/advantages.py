@@ -14,8 +14,8 @@ import torch
 from distflow.algorithms.registry import find_adv_est
 from distflow.audit.audited_step.groups_responses_and_masks import functions_of, in_baselines
 from distflow.audit.audited_step.normalization_formulas import finished_advantages, mean, std, whitened, whitening
-from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, check_close, doubles
-from distflow.audit.recorded_step import RecordedStep, by_group_of, conversations_of, is_builtin
+from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, check_close, doubles, is_builtin
+from distflow.audit.recorded_step import RecordedStep, by_group_of, conversations_of
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import scoring_models
 from distflow.data.batch import repeated

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from distflow.audit.audited_step.normalization_formulas import share_right
-from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, check_close, check_tokens, doubles
-from distflow.audit.recorded_step import RecordedStep, by_group_of, conversations_of, is_builtin
+from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, check_close, check_tokens, doubles, is_builtin
+from distflow.audit.recorded_step import RecordedStep, by_group_of, conversations_of
 from distflow.builtin_names import CUSTOM_REWARD, ESTIMATORS, REWARDS, WHOLE_SCORE
 from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of, filters_groups, is_rl, response_limit, unfiltered_domains

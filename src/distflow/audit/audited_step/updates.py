@@ -18,7 +18,7 @@ from distflow.audit.audited_step.log_probs import (
     numbers_of,
     sequences_of,
 )
-from distflow.audit.check import Sample, Wrong, check
+from distflow.audit.check import Sample, Wrong, check, is_builtin
 from distflow.audit.model_forward import Ids, log_probs_of, logits_of, plainly
 from distflow.audit.record_calls_and_updates import (
     NUM_FEW,
@@ -29,7 +29,7 @@ from distflow.audit.record_calls_and_updates import (
     trained,
     whole_here,
 )
-from distflow.audit.recorded_step import RecordedStep, is_builtin, own_tokens, samples_of, shuffled
+from distflow.audit.recorded_step import RecordedStep, own_tokens, samples_of, shuffled
 from distflow.config import Config
 from distflow.config.derived_settings import (
     algorithm_of,
