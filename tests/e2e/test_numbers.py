@@ -59,7 +59,8 @@ def test_log_probs_stand_at_their_tokens_from_the_border_on(tmp_path: Path, fami
 
 
 def test_every_metric_of_a_run_has_a_meaning(playground: Playground) -> None:
-    run = playground.run("ppo", "trainer.total_training_steps=1", "trainer.test_freq=1")
+    validates = (f"data.val_files={playground.folder}/rows.jsonl", "data.allow_overlap=true", "trainer.test_freq=1")
+    run = playground.run("ppo", "trainer.total_training_steps=1", *validates)
     names = {name for record in read_metrics(run.folder) for name in record.values}
     assert {"reward/max", "val/errors", "critic/vpred_mean"} <= names
     assert [name for name in sorted(names) if find_metric(name) is None] == []
