@@ -104,7 +104,7 @@ OF_MOST_STEPS: tuple[Check, ...] = (
     replace(audit_loss, run=audit_value_clips),
     replace(token_level_rewards.audit_rewards, run=token_level_rewards.audit_totals),
     replace(audit_advantages, run=audit_moments),
-    replace(rescored_samples.audit_dropped, run=partial(rescored_samples.audit_dropped.run, calls=False)),
+    replace(rescored_samples.audit_dropped, run=partial(rescored_samples.check_dropped, calls=False)),
     replace(audit_metrics, run=audit_step_metrics),
 )
 """Checks that are cheap enough for most steps: rows and filter of groups, mini-batches, learning rates, sum and norm of

@@ -98,7 +98,11 @@ def audit_reward_functions(recorded: RecordedStep) -> str | None:
     needs="groups dropped since the last step, but not by a custom function",
     limit="equal, the last few groups of a step",
 )
-def audit_dropped(recorded: RecordedStep, calls: bool = True) -> str | None:
+def audit_dropped(recorded: RecordedStep) -> str | None:
+    return check_dropped(recorded, calls=True)
+
+
+def check_dropped(recorded: RecordedStep, calls: bool) -> str | None:
     """calls: whether to call reward functions."""
     last = recorded.dropped[-1] if recorded.dropped and calls else None
     found = [_check_dropped(recorded, *each, again=each is last) for each in recorded.dropped]
