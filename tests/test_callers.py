@@ -20,7 +20,7 @@ CALLED_FROM_OUTSIDE = {
     "api/own_training_loop.py": ("Rollouts.stats", "Rollouts.rollout_batch", "Rollouts.agenerate"),  # users
     "config/keys/schema.py": ("register_config_group",),  # users, by `distflow.`
     "observe/sanitized_output.py": ("TerminalOutput.writable",),  # io
-    "observe/report/step_rules.py": ("_*",),  # rules of the doctor, by their decorator
+    "observe/report/doctor_step_rules.py": ("_*",),  # rules of the doctor, by their decorator
     "rewards/code/assertion_process.py": ("Guard.visit_*",),  # ast
     "runtime/checkpoint/files.py": ("_Files.ls",),  # fsspec
     "sandbox/server.py": ("Server.*", "_Handler.*"),  # socketserver and http.server

@@ -323,11 +323,11 @@ def test_a_users_part_that_does_not_fit_is_told_before_a_model_is_loaded(
 
 
 def test_an_estimator_or_loss_without_a_formula_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delitem(sys.modules["distflow.audit.advantages"].FORMULAS, "grpo")
-    monkeypatch.delitem(sys.modules["distflow.audit.policy_losses"].FORMULAS, "vanilla")
+    monkeypatch.delitem(sys.modules["distflow.audit.audited_step.advantages"].FORMULAS, "grpo")
+    monkeypatch.delitem(sys.modules["distflow.audit.audited_step.policy_loss_formulas"].FORMULAS, "vanilla")
     loss, estimator = find_gaps(load_config("grpo", Playground(tmp_path).overrides("run")).config)
-    assert 'add "grpo": _grpo to FORMULAS there' in estimator and "audit/advantages.py" in estimator
-    assert 'add "vanilla": _vanilla to FORMULAS there' in loss and "audit/policy_losses.py" in loss
+    assert 'add "grpo": _grpo to FORMULAS there' in estimator and "audit/audited_step/advantages.py" in estimator
+    assert 'add "vanilla": _vanilla to FORMULAS there' in loss and "audit/audited_step/policy_loss_formulas.py" in loss
 
 
 @pytest.mark.slow

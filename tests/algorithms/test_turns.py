@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distflow.algorithms.registry import find_adv_est
-from distflow.audit.advantages import FORMULAS
+from distflow.audit.audited_step.advantages import FORMULAS
 
 
 @dataclass

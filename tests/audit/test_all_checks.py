@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from distflow.audit import advantages, log_probs, token_level_rewards
 from distflow.audit.all_checks import CHECKS
-from distflow.audit.recorded_step import Check
+from distflow.audit.audited_step import advantages, log_probs, token_level_rewards
+from distflow.audit.check import Check
 from distflow.builtin_names import ESTIMATORS
 from distflow.errors import TrustError
 from distflow.observe.run_reader import Event, read_events

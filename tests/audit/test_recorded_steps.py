@@ -10,16 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from distflow.audit import log_probs, metrics
-from distflow.audit.advantages import audit_advantages
-from distflow.audit.log_probs import audit_log_probs
-from distflow.audit.metrics import audit_sample_rows
-from distflow.audit.record_calls_and_updates import GroupRecord, GroupRecords, UpdateRecord
-from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Wrong, check_close, samples_of, shuffled
-from distflow.audit.rollout_engine import audit_weights
-from distflow.audit.samples import audit_groups
-from distflow.audit.token_level_rewards import audit_rewards, audit_totals
-from distflow.audit.updates import (
+from distflow.audit.audited_step import log_probs, metrics
+from distflow.audit.audited_step.advantages import audit_advantages
+from distflow.audit.audited_step.engine_weights_and_draws import audit_weights
+from distflow.audit.audited_step.groups_responses_and_masks import audit_groups
+from distflow.audit.audited_step.log_probs import audit_log_probs
+from distflow.audit.audited_step.metrics import audit_sample_rows
+from distflow.audit.audited_step.token_level_rewards import audit_rewards, audit_totals
+from distflow.audit.audited_step.updates import (
     audit_each_sample_once,
     audit_gradients,
     audit_mini_batches,
@@ -27,6 +25,9 @@ from distflow.audit.updates import (
     schedule,
     total_updates,
 )
+from distflow.audit.check import NOT_APPLICABLE, Wrong, check_close
+from distflow.audit.record_calls_and_updates import GroupRecord, GroupRecords, UpdateRecord
+from distflow.audit.recorded_step import RecordedStep, samples_of, shuffled
 from distflow.config import load_config
 from distflow.data.batch import Batch
 from distflow.graph import NodeRole

@@ -11,8 +11,8 @@ import torch
 
 from distflow.algorithms import objectives
 from distflow.algorithms.losses import clipped_ratio
-from distflow.audit import rescored_samples
 from distflow.audit.audit_schedule import AuditSchedule, Depth
+from distflow.audit.audited_step import rescored_samples
 from distflow.audit.auditor import Auditor
 from distflow.data.batch import Batch
 from distflow.errors import TrustError

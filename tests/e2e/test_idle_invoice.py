@@ -13,7 +13,7 @@ from distflow.cli import main
 from distflow.cluster.local_processes_launcher import launch_processes
 from distflow.launch.data_sets import LazyRows
 from distflow.observe.report.doctor import read_charges
-from distflow.observe.report.invoice import Charge
+from distflow.observe.report.idle_invoice import Charge
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from tests.e2e.runs import Playground
 from tests.environments.test_tool_workflow import Callers

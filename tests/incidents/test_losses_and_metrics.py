@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from distflow.algorithms.objectives import PolicyObjective
-from distflow.audit import metrics as audit_metrics
+from distflow.audit.audited_step import metrics as audit_metrics
 from distflow.config.keys.trainer_async_and_trust import StopCondition
 from distflow.data.batch import Batch
 from distflow.errors import TrustError

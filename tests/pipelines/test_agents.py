@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.audit.advantages import FORMULAS, _by_agent
+from distflow.audit.audited_step.advantages import FORMULAS, _by_agent
 from distflow.audit.recorded_step import samples_of
 from distflow.config import ConfigError, load_config
 from distflow.data.batch import Batch

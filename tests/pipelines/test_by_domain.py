@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.audit.advantages import FORMULAS
+from distflow.audit.audited_step.advantages import FORMULAS
 from distflow.audit.recorded_step import samples_of
 from distflow.config import load_config
 from distflow.config.derived_settings import algorithm_of

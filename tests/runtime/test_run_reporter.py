@@ -13,6 +13,7 @@ from distflow.errors import TrustError, UserError
 from distflow.models.loading import load_tokenizer
 from distflow.observe.crash_safe_files import read_object
 from distflow.observe.report.build import report_data
+from distflow.observe.report.summary_sentences import describe_audits
 from distflow.observe.run_reader import read_events, read_samples, sample_splits, sample_steps
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.observe.writing.timing import COLLECTIVE, DATA, RANKS, Wait
@@ -87,6 +88,20 @@ def test_a_finding_that_opens_is_an_event_and_is_posted(spec: Spec, tmp_path: Pa
     (posted,) = got
     assert posted["rule"] == found.fields["rule"] == "skipped-updates" and posted["step"] == found.step
     assert str(posted["message"]) in found.message and address not in (tmp_path / "run" / "events.jsonl").read_text()
+
+
+def test_audits_of_steps_that_a_resume_repeats_count_once(spec: Spec, tmp_path: Path) -> None:
+    options = replace(spec.options, run_dir=tmp_path / "run", logger=())
+    for restart, resumed_at in ((0, None), (1, 1)):
+        with Recorder(replace(spec, options=options), 5, restart, resumed_at) as recorder:
+            for step in range(1 + (resumed_at or 0), 4):
+                recorder._step = step - 1
+                recorder.audited(f"audit of step {step}", ["groups"], {})
+            recorder._step = 3
+            recorder.audited("audit of the validation after step 3", ["validation"], {}, of="validation")
+    events = read_events(tmp_path / "run")
+    assert [event.step for event in events if event.kind == "audit"] == [1, 2, 3, 3, 2, 3, 3]
+    assert describe_audits(events).text.startswith("3 steps were audited; these checks passed")
 
 
 def test_how_a_run_ended_is_the_last_event(spec: Spec, tmp_path: Path) -> None:

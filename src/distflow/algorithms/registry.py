@@ -224,7 +224,8 @@ def register_policy_loss(
     function that marks tokens of the whole step before its first update, as the column `selected_tokens` (see
     `algorithms/losses/covariance.py`). every_row: means over sequences count rows without a token. formula: an
     independent implementation for the audit: `(tokens, options) -> loss of each token` under the loss mask, float64,
-    with gradient (see `audit/policy_losses.py: Tokens`); without it the audit does not recompute the loss.
+    with gradient (see `Tokens` in `audit/audited_step/policy_loss_formulas.py`); without it the audit does not
+    recompute the loss.
 
     Registering a name again replaces the function, with a warning. Raises ValueError if the signature fits neither.
     """

@@ -150,7 +150,7 @@ class Run:
     def findings(self) -> Table:
         """A row for each problem that the doctor finds, with `rule`, `level`, `first`, `last`, `text`, `action`, ..."""
         from distflow.observe.report.doctor import examine
-        from distflow.observe.report.run_rules import RunRecords
+        from distflow.observe.report.doctor_run_rules import RunRecords
 
         return Table(found._asdict() for found in examine(RunRecords(self.folder)).problems())
 
@@ -166,8 +166,8 @@ class Run:
         """A row for each headline metric and other run: `metric`, `run`, the means `a` of this run and `b` of the other
         over their last 50 common steps, `difference` with its 95 % interval from `low` to `high`, and whether it
         `differs` by more than noise (None with fewer than 12 steps)."""
+        from distflow.observe.report.doctor_run_rules import RunRecords
         from distflow.observe.report.metric_differences import compared_metrics
-        from distflow.observe.report.run_rules import RunRecords
 
         shown = headline_names()
         runs = [other if isinstance(other, Run) else Run(other) for other in others]

@@ -1,31 +1,21 @@
 """Lists the auditor's checks in the order in which they run, and generates their table in `docs/trust.md`."""
 
 from dataclasses import replace
+from functools import partial
 
-from distflow.audit import rescored_samples, token_level_rewards, updates
-from distflow.audit.advantages import audit_advantages, audit_moments, over_step
-from distflow.audit.custom_estimator_and_loss import audit_custom_functions
-from distflow.audit.data_plan_and_rows import audit_curriculum, audit_data, audit_skipped_rows
-from distflow.audit.episodes import audit_episodes
-from distflow.audit.log_probs import audit_log_probs, audit_reference
-from distflow.audit.loss import audit_correction, audit_loss, audit_value_clips
-from distflow.audit.metrics import (
-    audit_metrics,
-    audit_sample_rows,
-    audit_staleness,
-    audit_step_metrics,
-    remember_trained,
-)
-from distflow.audit.recorded_step import Check
-from distflow.audit.resume import audit_loaded, audit_resume
-from distflow.audit.rollout_engine import (
+from distflow.audit.audited_step import rescored_samples, token_level_rewards, updates
+from distflow.audit.audited_step.advantages import audit_advantages, audit_moments, over_step
+from distflow.audit.audited_step.curriculum_and_skipped_rows import audit_curriculum, audit_skipped_rows
+from distflow.audit.audited_step.custom_estimator_and_loss import audit_custom_functions
+from distflow.audit.audited_step.engine_weights_and_draws import (
     audit_marked,
     audit_sampled_tokens,
     audit_versions,
     audit_weights,
     remember_marked,
 )
-from distflow.audit.samples import (
+from distflow.audit.audited_step.episodes import audit_episodes
+from distflow.audit.audited_step.groups_responses_and_masks import (
     audit_groups,
     audit_kept,
     audit_masks,
@@ -34,6 +24,18 @@ from distflow.audit.samples import (
     audit_turns,
     remember_domains,
 )
+from distflow.audit.audited_step.log_probs import audit_log_probs, audit_reference
+from distflow.audit.audited_step.loss import audit_correction, audit_loss, audit_value_clips
+from distflow.audit.audited_step.metrics import (
+    audit_metrics,
+    audit_sample_rows,
+    audit_staleness,
+    audit_step_metrics,
+    remember_trained,
+)
+from distflow.audit.check import Check
+from distflow.audit.data_plan_and_rows import audit_data
+from distflow.audit.resume_and_loaded_weights import audit_loaded, audit_resume
 from distflow.audit.validation import audit_validation
 from distflow.config import Config
 from distflow.config.derived_settings import algorithms
@@ -102,7 +104,7 @@ OF_MOST_STEPS: tuple[Check, ...] = (
     replace(audit_loss, run=audit_value_clips),
     replace(token_level_rewards.audit_rewards, run=token_level_rewards.audit_totals),
     replace(audit_advantages, run=audit_moments),
-    replace(rescored_samples.audit_dropped, run=rescored_samples.audit_dropped_values),
+    replace(rescored_samples.audit_dropped, run=partial(rescored_samples.check_dropped, calls=False)),
     replace(audit_metrics, run=audit_step_metrics),
 )
 """Checks that are cheap enough for most steps: rows and filter of groups, mini-batches, learning rates, sum and norm of

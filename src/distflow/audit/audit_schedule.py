@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 
+from distflow.audit.audited_step.updates import plan_of
 from distflow.audit.recorded_step import RecordedStep
-from distflow.audit.updates import plan_of
 
 SHARE, IN_ALL = 0.01, 0.02
 """The share of the run's time that all checks here may take, and with the checks of every step. If the first audits and

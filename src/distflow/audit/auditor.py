@@ -11,8 +11,8 @@ import torch
 
 from distflow.audit import all_checks
 from distflow.audit.audit_schedule import IN_ALL, SHARES, AuditSchedule, Depth, drawn_update
-from distflow.audit.log_probs import score_before
-from distflow.audit.model_forward import KeptWeights, Turns, model_of
+from distflow.audit.audited_step.log_probs import score_before
+from distflow.audit.check import NOT_APPLICABLE, Check, Wrong
 from distflow.audit.record_calls_and_updates import (
     GradientWatch,
     GroupRecord,
@@ -21,8 +21,8 @@ from distflow.audit.record_calls_and_updates import (
     UpdateRecord,
     UpdateWatch,
 )
-from distflow.audit.recorded_step import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
-from distflow.audit.resume import Memory, audit_resume
+from distflow.audit.recorded_step import AuditedRun, RecordedStep
+from distflow.audit.resume_and_loaded_weights import Memory, audit_resume
 from distflow.audit.validation import Facts, Validated, check_end, sample_facts
 from distflow.data import global_random_states
 from distflow.data.batch import Batch
@@ -85,13 +85,10 @@ class Auditor:
         self._ranks, self._first_step = ranks, inputs.version.step
         if resources.reward_fn is not None and spec.options.audit_freq > 0:
             resources.reward_fn.pools.set_on_result(self.groups.add_score)
-        engines = (resources.actor, resources.critic, resources.ref, *resources.scoring_models.values())
-        turns = Turns(ranks, [model for engine in engines if (model := model_of(engine)) is not None])
-        older_weights = KeptWeights(spec.data.max_staleness + 1, spec.weight_dtype)
         state = inputs.state.setdefault(AUDIT_STATE, {})
         self._memory = Memory(inputs, resources)
         again = self._memory.compare_again
-        self._run = AuditedRun(inputs, services, pipeline, training_steps, bring, turns, older_weights, state, again)
+        self._run = AuditedRun(inputs, services, pipeline, training_steps, bring, state, again)
         trains_policy = spec.config.trainer.critic_warmup  # the first step that trains the policy
         staleness, last_step = spec.data.max_staleness, spec.data.total_steps - 1
         self._schedule = AuditSchedule(
@@ -126,8 +123,8 @@ class Auditor:
         group = record.prompt_group
         if self._schedule.looks_at(group.version) > Depth.BASE:
             with self._schedule.timed(group.version, Depth.LOOK):
-                part = RecordedStep(self._run, group.version, {group.group_id: record}, (), batch, None, {}, {})
-                part.partial = True
+                records = {group.group_id: record}
+                part = RecordedStep(self._run, group.version, records, (), batch, None, {}, {}, partial=True)
                 self._check(all_checks.OF_A_GROUP, part, f"group {group.group_id}")
 
     def loop_begins(self) -> None:
@@ -162,9 +159,10 @@ class Auditor:
                 raise TrustError(f"step {step + 1} begins with version {synced_version} sent, but {expected} is due")
             if synced_version == step:
                 self._remember(step)
-            updates, sent = dict(self._updates), self._sent_hashes
-            self._taken = RecordedStep(self._run, step, records, group_ids, batch, synced_version, sent, updates)
-            self._taken.passed_over = self.groups.passed_over
+            self._taken = RecordedStep(
+                *(self._run, step, records, group_ids, batch, synced_version, self._sent_hashes, dict(self._updates)),
+                passed_over=self.groups.passed_over,
+            )
             self._recorded = self._look = None
 
     def _remember(self, version: int) -> None:
@@ -243,9 +241,7 @@ class Auditor:
                 self._report(f"step {taken.step + 1}", self._ranks.gather(self._found))
                 self._found = {}
             elif self._schedule.frequency > 0:
-                every = replace(taken)
-                every.updates = taken.updates
-                self._check(all_checks.OF_EVERY_STEP, every)
+                self._check(all_checks.OF_EVERY_STEP, replace(taken))
                 if self._looks:
                     self._look_after(taken, metrics)
         self._tell(taken.step)
@@ -256,8 +252,7 @@ class Auditor:
 
     def step_released(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> None:
         if self._schedule.frequency > 0:
-            released = RecordedStep(self._run, step, {}, (), batch, None, {}, {})
-            released.metrics = metrics
+            released = RecordedStep(self._run, step, {}, (), batch, None, {}, {}, metrics=metrics)
             self._count_dropped(step)
             is_due = self._due or self._looks > Depth.NONE
             with self._schedule.timed(step, self._looks), _on_one_thread():
@@ -307,9 +302,8 @@ class Auditor:
         self._schedule.begins(taken.step)
         self._run.doubts.clear()
         self._run.bring()
-        self._recorded = replace(taken, batch=taken.batch.select(range(len(taken.batch))))  # a copy of the columns
-        self._recorded.passed_over = taken.passed_over
-        self._recorded.budget_s = self._schedule.budget_s(taken.step)
+        columns = taken.batch.select(range(len(taken.batch)))  # a copy
+        self._recorded = replace(taken, batch=columns, updates=[], budget_s=self._schedule.budget_s(taken.step))
         self._found |= self._check(all_checks.BEFORE, self._recorded)
 
     def _look_before(self, taken: RecordedStep, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
@@ -353,14 +347,11 @@ class Auditor:
 
     def _groups(self, taken: RecordedStep, groups: Collection[int]) -> RecordedStep:
         rows = [row for row, group in enumerate(taken.batch["group_index"].tolist()) if group in groups]
-        part = replace(taken, batch=taken.batch.select(rows))
-        part.partial = True
-        return part
+        return replace(taken, batch=taken.batch.select(rows), partial=True)
 
     def _look_after(self, taken: RecordedStep, metrics: Mapping[str, float]) -> None:
-        whole = replace(taken)  # the samples of `taken` lack the columns that nodes have written since
-        whole.updates, whole.metrics, whole.dropped = taken.updates, metrics, self._dropped()
-        whole.passed_over = taken.passed_over
+        # The samples of `taken` lack the columns that nodes have written since.
+        whole = replace(taken, metrics=metrics, dropped=self._dropped())
         is_looked_at = self._looks > Depth.BASE
         self._check(all_checks.OF_LOOKS if is_looked_at else all_checks.OF_MOST_STEPS, whole)
         if not is_looked_at:
@@ -368,8 +359,8 @@ class Auditor:
         look = self._look or self._few_groups(taken, taken.batch)
         watched = {uid for update in taken.updates for micro in update.micros for uid in micro.recorded}
         groups = {int(uid.split("-")[0]) for uid in watched} | set(look.batch["group_index"].tolist())
-        part = self._groups(taken, groups)
-        part.updates, part.metrics, part.plain = taken.updates, metrics, look.plain
+        part = self._groups(whole, groups)
+        part.plain = look.plain
         quick = self._looks is Depth.QUICK
         part.budget_s = 0.0 if quick else self._schedule.score_again_s()
         self._count(self._check(all_checks.QUICK_LOOK if quick else all_checks.LOOK_AFTER, part))

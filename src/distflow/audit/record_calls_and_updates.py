@@ -268,7 +268,6 @@ class UpdateRecord:
 
     @property
     def uids(self) -> list[str]:
-        """The names of its samples."""
         return self.batch.row_names
 
     @property

@@ -1,4 +1,4 @@
-"""The auditor's checks and their input: the data of a recorded step, as plain tensors of one sample each."""
+"""What the auditor's checks read: the data of a recorded step, as plain tensors of one sample each."""
 
 import copy
 import hashlib
@@ -6,8 +6,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
-from itertools import chain, takewhile
+from functools import cached_property, lru_cache
+from itertools import takewhile
 from operator import eq
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distflow.audit.model_forward import KeptWeights, PlainScores, RunOfTokens, Turns
+from distflow.audit.check import NOT_APPLICABLE, Sample, is_builtin, plain_function
+from distflow.audit.model_forward import KeptWeights, PlainScores, RunOfTokens, Turns, model_of
 from distflow.audit.record_calls_and_updates import GroupRecord, UpdateRecord
 from distflow.config import Config
 from distflow.config.derived_settings import (
@@ -30,7 +31,6 @@ from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.data.batch import Batch
 from distflow.graph import BoundPipeline
 from distflow.graph.fields import TOKEN_AXES
-from distflow.import_target import is_ours
 from distflow.observe.metrics import Measured
 from distflow.rewards.reward_results import RewardResult
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
@@ -47,12 +47,8 @@ MOST_GATHERED = 2**20
 """Most response tokens of a step whose samples are passed to all ranks for checks over the whole step."""
 SCORES_LAST_REPLY = ("single_turn", "multi_turn", "tools")
 """Workflows whose last reply the run's reward functions score."""
-NOT_APPLICABLE = ""
-"""A check's result if the pipeline has nothing to check."""
 Inputs = tuple[Callable[..., object], Sequence[object], Mapping[str, object]]
 """A function with its positional and keyword arguments."""
-Sample = Mapping[str, Any]
-"""One sample, by column name: a tensor for each per-token column, a value for the others."""
 Limit = TypeVar("Limit")
 
 
@@ -60,13 +56,13 @@ Limit = TypeVar("Limit")
 class AuditedRun:
     """The run, as seen by one worker's auditor.
 
-    training_steps: of this worker. bring: brings all models onto the device. turns: runs the models. state: JSON values
-    that persist across audits and are in every checkpoint. compare_memory: with the saved run's, before the first
-    update of a step; see `Check.run`. doubts: why the next step is to be audited in full. positions: the last group's
-    number, and its position in its domain, by stream. compared: metrics that were recomputed. marked: trained tokens by
-    their version. validated: the metric of trainer.keep_best by step, higher is better; saved: those of these steps
-    that had a checkpoint. released: `tokens` of the last step over all ranks, and its `metrics`, which may grow.
-    moved: by role, how far a few elements of each weight moved in the last update seen, in learning rates.
+    training_steps: of this worker. bring: brings all models onto the device. state: JSON values that persist across
+    audits and are in every checkpoint. compare_memory: with the saved run's, before the first update of a step; see
+    `Check.run`. doubts: why the next step is to be audited in full. positions: the last group's number, and its
+    position in its domain, by stream. compared: metrics that were recomputed. marked: trained tokens by their version.
+    validated: the metric of trainer.keep_best by step, higher is better; saved: those of these steps that had a
+    checkpoint. released: `tokens` of the last step over all ranks, and its `metrics`, which may grow. moved: by role,
+    how far a few elements of each weight moved in the last update seen, in learning rates.
     """
 
     inputs: WorkerInputs
@@ -74,8 +70,6 @@ class AuditedRun:
     pipeline: BoundPipeline
     training_steps: Sequence[Step]
     bring: Callable[[], None]
-    turns: Turns
-    older_weights: KeptWeights
     state: dict[str, Any]
     compare_memory: Callable[[int], str | None] = lambda step: NOT_APPLICABLE
     doubts: list[str] = field(default_factory=list)
@@ -95,6 +89,17 @@ class AuditedRun:
     @property
     def resources(self) -> Resources:
         return self.services.resources
+
+    @cached_property
+    def turns(self) -> Turns:
+        """Runs the models."""
+        engines = (self.resources.actor, self.resources.critic, self.resources.ref)
+        models = map(model_of, (*engines, *self.resources.scoring_models.values()))
+        return Turns(self.inputs.ports.collective, [model for model in models if model is not None])
+
+    @cached_property
+    def older_weights(self) -> KeptWeights:
+        return KeptWeights(self.spec.data.max_staleness + 1, self.spec.weight_dtype)
 
     @property
     def is_exact(self) -> bool:
@@ -185,14 +190,14 @@ class RecordedStep:
     synced_version: int | None
     sent_hashes: Mapping[str, str]
     num_updates: Mapping[str, int]
-    budget_s: float = field(default=0.0, init=False)
-    dropped: Sequence[tuple[GroupRecord, str, Batch]] = field(default=(), init=False)
-    updates: list[UpdateRecord] = field(default_factory=list, init=False)
-    metrics: Mapping[str, float] = field(default_factory=dict, init=False)
+    budget_s: float = 0.0
+    dropped: Sequence[tuple[GroupRecord, str, Batch]] = ()
+    updates: list[UpdateRecord] = field(default_factory=list)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    partial: bool = False
+    passed_over: Sequence[tuple[PromptGroup, PromptGroup]] = ()
     measured: Sequence[Measured] = field(default=(), init=False)
     after: Batch | None = field(default=None, init=False)
-    partial: bool = field(default=False, init=False)
-    passed_over: Sequence[tuple[PromptGroup, PromptGroup]] = field(default=(), init=False)
     plain: dict[str, PlainScores] = field(default_factory=dict, init=False)
     drawn: dict[str, tuple[PlainScores, Tensor]] = field(default_factory=dict, init=False)
     fixed_tokens: Tensor | None = field(default=None, init=False)
@@ -203,7 +208,6 @@ class RecordedStep:
 
     @cached_property
     def samples(self) -> list[Sample]:
-        """All samples of the step on this rank."""
         return samples_of(self.batch)
 
     @cached_property
@@ -370,59 +374,6 @@ class RecordedStep:
         return [update for update in self.updates if update.role == role]
 
 
-class Wrong(Exception):
-    """The recorded step contradicts the check's statement; the message is for the user."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One statement about a step, and the function that checks it.
-
-    needs: what the check requires. limit: the tolerated difference, in words. run: called with a `RecordedStep`, a
-    `Validated`, or at the start the `AuditedRun`; returns None if the check passed, `NOT_APPLICABLE` if there is
-    nothing to check, else why it could not be made; raises Wrong if it failed.
-    """
-
-    name: str
-    statement: str
-    needs: str
-    limit: str
-    run: Callable[[Any], str | None]
-
-
-def check(name: str, statement: str, *, needs: str, limit: str) -> Callable[[Callable[[Any], str | None]], Check]:
-    """Makes a `Check` of the decorated function."""
-    return partial(Check, name, statement, needs, limit)
-
-
-def check_tokens(sample: Sample, column: str, expected: Tensor, wrong: Tensor, reason: str) -> None:
-    """Raises Wrong with the first wrong token of the sample, if any. reason: the rule that gives the expected value."""
-    if bool(wrong.any()):
-        token = int(wrong.nonzero()[0])
-        raise Wrong(
-            f"{column} of sample {sample['uid']} is {float(sample[column][token]):g} at token {token} of "
-            f"{len(expected)}, but should be {float(expected[token]):g}{reason}"
-        )
-
-
-def check_close(
-    samples: Sequence[Sample],
-    column: str,
-    expected: Sequence[Sequence[float]],
-    limit: float,
-    reason: Callable[[Sample], str],
-) -> None:
-    """Raises Wrong if a token's value is not the expected one. limit: relative, to at least 1; NaN is never close."""
-    if not samples:
-        return
-    wanted = torch.tensor(list(chain.from_iterable(expected)), dtype=torch.float64)
-    gap = (doubles(torch.cat([sample[column] for sample in samples])) - wanted).abs()
-    if bool((wrong := ~(gap <= limit * wanted.abs().clamp(min=1.0))).any()):
-        lengths = [len(row) for row in expected]
-        for sample, own, odd in zip(samples, wanted.split(lengths), wrong.split(lengths), strict=True):
-            check_tokens(sample, column, own, odd, reason(sample))
-
-
 def samples_of(batch: Batch) -> list[Sample]:
     """The samples of a batch, each with its own tokens only."""
     columns: dict[str, Sequence[Any]] = {}
@@ -494,19 +445,3 @@ def shuffled(num: int, key: tuple[int, int], counter: tuple[int, int]) -> NDArra
     """The order of `num` sorted raw Philox words."""
     words = np.random.Philox(key=np.array(key, np.uint64), counter=np.array([0, 0, *counter], np.uint64))
     return np.argsort(words.random_raw(num), kind="stable")
-
-
-def is_builtin(fn: Callable[..., object]) -> bool:
-    """Whether the function, without wrappers, is defined in distflow."""
-    return is_ours(plain_function(fn))
-
-
-def plain_function(fn: Callable[..., object]) -> Callable[..., object]:
-    """The function without its wrappers."""
-    while hasattr(fn, "func"):
-        fn = fn.func
-    return fn
-
-
-def doubles(values: Tensor) -> Tensor:
-    return values.detach().to("cpu", torch.float64)

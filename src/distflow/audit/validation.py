@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.audit.episodes import wrong_end
-from distflow.audit.log_probs import EXACT, ROUNDED, forward_samples, is_beyond
+from distflow.audit.audited_step.engine_weights_and_draws import TWIN_NATS
+from distflow.audit.audited_step.episodes import wrong_end
+from distflow.audit.audited_step.groups_responses_and_masks import accuracies, parts_of_domain
+from distflow.audit.audited_step.log_probs import EXACT, ROUNDED, forward_samples, is_beyond
+from distflow.audit.check import Wrong, check, doubles, is_builtin
 from distflow.audit.model_forward import MAX_LOGITS, Numbers, log_probs_of, normals_of, vocabulary_of
 from distflow.audit.record_calls_and_updates import GroupRecord, OpenEngine
-from distflow.audit.recorded_step import AuditedRun, Wrong, check, doubles, is_builtin
-from distflow.audit.rollout_engine import TWIN_NATS
-from distflow.audit.samples import accuracies, parts_of_domain
+from distflow.audit.recorded_step import AuditedRun
 from distflow.config import Config
 from distflow.config.derived_settings import response_limit
 from distflow.data.encoded_prompts import PromptRow
@@ -52,7 +53,7 @@ def sample_facts(run: AuditedRun, records: Sequence[GroupRecord], rows: Facts) -
     is_ours, sets = all(map(is_builtin, writers)), {chosen.name: chosen.rows for chosen in run.spec.validation}
     for record in records:
         group, (_, name, kind) = record.prompt_group, record.prompt_group.stream.split("/")
-        asked = sets[name][group.row]
+        asked, drawn_row = sets[name][group.row], random.Random(group.version).randrange(len(sets[name]))
         for i in range(group.group_size):
             row = shown.get((name, kind, f"{group.group_id}-{i}"), {})
             facts = {"set": name, "kind": kind, "row": group.row, "sample": i}
@@ -63,17 +64,13 @@ def sample_facts(run: AuditedRun, records: Sequence[GroupRecord], rows: Facts) -
             wrong = wrong or _wrong_episode(run, record, i, row)
             wrong = wrong or (_wrong_request(run, record, asked) if is_ours else "")
             facts |= {"right": right, "versions": row.get("versions", []), "wrong": wrong}
-            if kind == "greedy" and record.generated and group.row == _drawn_row(group.version, sets[name]):
+            if kind == "greedy" and record.generated and group.row == drawn_row:
                 request, result = record.generated[0]
                 made = result.generations[0]
                 head = vars(own) if (own := request.params.head) is not None else {}
                 facts["drawn"] = (request.prompt_ids, tuple(made.token_ids), request.images, tuple(made.values), head)
             found.append(facts)
     return found
-
-
-def _drawn_row(version: int, rows: Sequence[PromptRow]) -> int:
-    return random.Random(version).randrange(len(rows))
 
 
 def _wrong_score(config: Config, record: GroupRecord, asked: PromptRow, row: Mapping[str, Any], is_ours: bool) -> str:

@@ -26,8 +26,8 @@ from distflow.observe.metrics import flatten, headline_names
 from distflow.observe.report import chart_data, doctor, samples
 from distflow.observe.report import graph_and_timelines as step_parts
 from distflow.observe.report.build import RunPages
-from distflow.observe.report.invoice import shares
-from distflow.observe.report.run_rules import measured_phases
+from distflow.observe.report.doctor_run_rules import measured_phases
+from distflow.observe.report.idle_invoice import shares
 from distflow.observe.report.summary_sentences import (
     ACCURACY,
     NO_END,

@@ -90,7 +90,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 def _examine(run_dir: Path, as_json: bool, trusted: bool) -> int:
     from distflow.observe.report import doctor
-    from distflow.observe.report.run_rules import RunRecords
+    from distflow.observe.report.doctor_run_rules import RunRecords
 
     ports, run = _of_run(str(run_dir)), RunRecords(run_dir)
     own = _own_rules(run.config, trusted)

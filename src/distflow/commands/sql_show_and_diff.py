@@ -36,7 +36,7 @@ from distflow.untrusted_files import check_file
 
 if TYPE_CHECKING:
     from distflow.launch.run_folders.query_runs import Answer
-    from distflow.observe.report.run_rules import RunRecords
+    from distflow.observe.report.doctor_run_rules import RunRecords
 
 _MAX_CELL, _MAX_SHOWN = 60, 40
 
@@ -187,7 +187,7 @@ def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
-    from distflow.observe.report.run_rules import RunRecords
+    from distflow.observe.report.doctor_run_rules import RunRecords
 
     a, b = ([*map(RunRecords, _seeds(name))] for name in (arguments.first, arguments.second))
     content = differences(a, b)

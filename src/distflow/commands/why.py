@@ -53,7 +53,7 @@ class StepContent(NamedTuple):
 def step_content(run_dir: Path, step: int) -> StepContent:
     """Raises UserError if the ledger has no such step."""
     from distflow.observe.report.doctor import read_charges
-    from distflow.observe.report.invoice import invoice_json, invoice_lines, price_of
+    from distflow.observe.report.idle_invoice import invoice_json, invoice_lines, price_of
     from distflow.observe.run_reader import read_config, read_samples
     from distflow.observe.sample_files import SAMPLES, sample_file_name
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from distflow import builtin_names as names
 from distflow.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, AdvEstimator, PolicyLoss, Registry
-from distflow.audit import advantages, policy_losses
+from distflow.audit.audited_step import advantages, policy_loss_formulas
 from distflow.builtin_names import CUSTOM_REWARD, Entry, Reward
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, named_algorithms, named_rewards, pipeline_name
@@ -260,7 +260,7 @@ ESTIMATOR = Kind(
 LOSS = Kind(
     "policy loss",
     _is_registered(POLICY_LOSSES, "register_policy_loss"),
-    _has_formula(policy_losses, "(tokens, options) -> loss of each token"),
+    _has_formula(policy_loss_formulas, "(tokens, options) -> loss of each token"),
 )
 REWARD = Kind("reward function", _scores, is_imported=False)
 ROLLOUT_ENGINE = Kind(

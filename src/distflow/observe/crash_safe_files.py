@@ -185,9 +185,10 @@ class LineFile:
         self._torn = False
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flush and close. A later write fails, whatever file has the descriptor's number by then."""
         self.flush()
         os.close(self._fd)
+        self._fd = -1
 
 
 def read_records(
@@ -239,7 +240,6 @@ def read_object(path: Path, folder: Path | None = None) -> dict[str, JSON]:
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
-    """The error for a file that cannot be read."""
     return UserError(f"'{path}' cannot be read: {error.strerror}. Move it away, or put a readable file there")
 
 

@@ -33,7 +33,6 @@ def read_table(name: str) -> dict[str, Any]:
 
 @cache
 def metric_table() -> tuple[Metric, ...]:
-    """The entries of `metrics.toml`, in their order."""
     return tuple(Metric(name, *entry) for name, entry in read_table("metrics.toml").items())
 
 
@@ -58,7 +57,6 @@ def headline_table() -> tuple[Headline, ...]:
 
 
 def headline_names() -> set[str]:
-    """The metrics that a line of text may show."""
     return {name for line in headline_table() for name in line.names}
 
 

@@ -208,7 +208,6 @@ _STATE_AFTER = {
 
 
 def groups_of(records: Iterable[Mapping[str, Any]]) -> dict[int, Group]:
-    """The groups after these records of a ledger."""
     groups = dict[int, Group]()
     for record in records:
         fold_groups(groups, record)
@@ -365,13 +364,14 @@ class GrowingMetrics:
         path = self._run_dir / "metrics.jsonl"
         try:
             with open_file(path, self._run_dir) as file:
-                found = os.fstat(file.fileno())
+                found, is_cut = os.fstat(file.fileno()), False
                 if (found.st_dev, found.st_ino) != self._file or found.st_size < self._end:  # another file
                     self._known, self._file, self.damage = [], (found.st_dev, found.st_ino), MetricsDamage()
                     self._end = max(found.st_size - MAX_BYTES, 0)
+                    is_cut = self._end > 0  # perhaps within a line
                 file.seek(self._end)
                 added = file.read(MAX_BYTES)
-                if start := start_within_memory(added):
+                if (start := start_within_memory(added)) or is_cut:
                     start = added.find(b"\n", start) + 1
                     added, self._end = added[start:], self._end + start
         except FileNotFoundError:

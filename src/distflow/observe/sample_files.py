@@ -133,7 +133,15 @@ def _array(kind: str, values: Sequence[Any]) -> "pyarrow.Array":
 
 def _size(row: Mapping[str, object]) -> int:
     """About its characters."""
-    return _ROW_BYTES + sum(len(value) for value in row.values() if isinstance(value, str))
+    return _ROW_BYTES + _characters(row)
+
+
+def _characters(value: object) -> int:
+    """Of all texts in it: an episode has most of them in its `conversation`."""
+    if isinstance(value, str):
+        return len(value)
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return sum(map(_characters, inside))
 
 
 @dataclass

@@ -23,8 +23,8 @@ from distflow.data.global_random_states import device_module
 from distflow.errors import UserError, count_of
 from distflow.observe.crash_safe_files import encode, replacing, write_atomically
 from distflow.observe.report.build import write_report
+from distflow.observe.report.doctor_step_rules import StepRules
 from distflow.observe.report.graph_and_timelines import TRAINING
-from distflow.observe.report.step_rules import StepRules
 from distflow.observe.sample_files import DROPPED
 from distflow.observe.writing.run_folder import RunFolder, Span
 from distflow.observe.writing.terminal_view import TerminalView
@@ -269,7 +269,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         """The current step, or a validation, was audited. unproven: what could not be recomputed, and why."""
         if not self._process.speaks:
             return
-        self.folder.event("audit", message, proven=proven, unproven=unproven, of=of)
+        step = self._step + (of == "step")
+        self.folder.event("audit", message, step=step, proven=proven, unproven=unproven, of=of)
         if of == "step":
             self.view.audited(self._step + 1, len(proven), len(proven) + len(unproven))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from distflow.audit.every_step import step_invariants
 from distflow.audit.every_step.step_invariants import NonFinite
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
@@ -76,6 +77,44 @@ def test_what_somebody_put_among_the_bundles_stays(tmp_path: Path) -> None:
     assert all((tmp_path / name).read_text() == "[]" for name in others)
     assert [path.name for path in bundle.iterdir()] == ["mine.txt"]
     assert sum((path / "weights.safetensors").exists() for path in tmp_path.iterdir()) == 2
+
+
+def test_bundles_of_a_policy_with_any_name_do_not_fill_the_disk(tmp_path: Path) -> None:
+    check = NonFinite(tmp_path, 2, "")
+    for step in range(4):
+        bundle = check.updated("Solver_2", engine(), sampled_batch(), SKIPPED, step)
+        check.updated("Solver_2", engine(), sampled_batch(), TAKEN, step)
+    assert bundle is not None and bundle.name == "step-000004-Solver_2-4" and len(list(tmp_path.iterdir())) == 2
+
+
+def test_all_ranks_make_sharded_weights_whole_whichever_bundles_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that do not take part in a gather would let the others wait forever."""
+    calls: list[torch.Tensor] = []
+    monkeypatch.setattr(step_invariants, "whole", lambda tensor: calls.append(tensor) or tensor)
+    ranks = [NonFinite(tmp_path, 3, "") for _ in range(3)]
+    for order in (ranks, ranks[::-1]):  # the last ones remove the bundle of the first one before it makes another
+        numbers = []
+        for rank in order:
+            calls.clear()
+            rank.updated("actor", engine(), sampled_batch(), SKIPPED, step=0)
+            numbers.append(len(calls))
+        assert len(set(numbers)) == 1, numbers
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_weights_are_written_again_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    check = NonFinite(tmp_path, 3, "")
+    bundles = [check.updated("actor", engine(), sampled_batch(), SKIPPED, step=0) for _ in range(2)]
+    for bundle in bundles:
+        assert bundle is not None and torch.equal(load_file(bundle / "weights.safetensors")["w"], torch.arange(4.0))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30, -1e30, 1e5, -1100.0])

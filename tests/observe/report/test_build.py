@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from distflow.observe.report.build import MAX_BYTES, embed, report_data, write_report
+from distflow.observe.metrics import read_table
+from distflow.observe.report.build import MAX_BYTES, embed, report_data, served_files, write_report
 from distflow.observe.report.chart_data import choose_charts, series
 from distflow.observe.report.samples import before_and_after, cut_response, evenly
 from distflow.observe.report.summary_sentences import Accuracy, describe_learning, find_accuracy, readable_s
@@ -169,6 +170,13 @@ def test_a_report_of_nothing_and_of_no_folder(tmp_path: Path) -> None:
     assert "No step has been recorded yet." in text
     with pytest.raises(RunFolderError, match="there is no folder"):
         write_report(tmp_path / "missing")
+
+
+def test_a_phase_has_the_same_place_among_the_colors_in_a_timeline_and_among_the_curves() -> None:
+    patterns = [pattern for chart in read_table("charts.toml")["charts"] for pattern in chart["patterns"]]
+    (of_curves,) = (pattern.removesuffix(".*") for pattern in patterns if pattern.startswith("timing_s/"))
+    script = served_files()["timeline.js"].decode()
+    assert f"/^{of_curves}/".replace("timing_s/", r"timing_s\/") in script
 
 
 def test_a_rolled_back_stretch_is_not_in_the_report(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from distflow.config import load_config
 from distflow.errors import UserError
 from distflow.import_target import is_ours
 from distflow.observe.report.doctor import RUN_RULES, examine
-from distflow.observe.report.run_rules import RunRecords
-from distflow.observe.report.step_rules import STEP_RULES, History, StepRules, register_doctor_rule, rules_over
+from distflow.observe.report.doctor_run_rules import RunRecords
+from distflow.observe.report.doctor_step_rules import STEP_RULES, History, StepRules, register_doctor_rule, rules_over
 from distflow.observe.report.summary_sentences import Finding
 from distflow.observe.writing.run_folder import RunFolder
 

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from distflow.data.images import keep_pixels
+from distflow.observe.crash_safe_files import JSON
 from distflow.observe.report.build import report_data
 from distflow.observe.report.chart_data import (
     MAX_BINS,
@@ -30,7 +31,7 @@ from distflow.observe.report.chart_data import (
 from distflow.observe.report.graph_and_timelines import (
     MAX_SPANS,
     StepTimeline,
-    pipeline_graph,
+    drawn_nodes,
     read_activity,
     timelines,
 )
@@ -156,20 +157,14 @@ def test_large_groups_stay_whole_with_shorter_texts(tmp_path: Path) -> None:
     assert len(json.dumps(found)) < 60_000
 
 
-def plan(tmp_path: Path, data: object) -> Path:
-    with RunFolder(tmp_path, 0) as run:
-        run.write_json("plan.json", data)
-    return tmp_path
-
-
-def test_the_graph_shows_direct_ways_alone_and_the_time_of_nodes_that_learn(tmp_path: Path) -> None:
+def test_the_graph_shows_direct_ways_alone_and_the_time_of_nodes_that_learn() -> None:
     nodes = [
         {"name": "a", "plane": "rollout", "phase": "rollout", "deps": []},
         {"name": "b", "plane": "training", "phase": "score", "deps": ["a"], "engines": ["actor"]},
         {"name": "c", "plane": "training", "phase": "train", "deps": ["a", "b", "gone"]},
     ]
     steps = {1: {"timing_s/rollout": 9.0, "timing_s/score": 1.0}, 2: {"timing_s/score": 2.0}}
-    found = {node["name"]: node for node in pipeline_graph(plan(tmp_path, {"nodes": nodes}), steps)}
+    found = {node["name"]: node for node in drawn_nodes(nodes, steps)}
     assert [(name, node["deps"], node["layer"]) for name, node in found.items()] == [
         ("a", [], 0),
         ("b", ["a"], 1),
@@ -181,17 +176,16 @@ def test_the_graph_shows_direct_ways_alone_and_the_time_of_nodes_that_learn(tmp_
 @pytest.mark.parametrize(
     "odd",
     [
-        {},
-        {"nodes": 3},
-        {"nodes": [{"name": 1}, 2]},
-        {"ranks": {"a": 1}, "channels": [3]},
-        {"nodes": [{"name": "a", "deps": ["b"]}, {"name": "b", "deps": ["a"]}]},
-        {"nodes": [{"name": "a", "deps": []}, {"name": "a", "deps": []}]},
-        {"nodes": [{"name": f"{i}", "deps": []} for i in range(1000)]},
+        None,
+        3,
+        [{"name": 1}, 2],
+        [{"name": "a", "deps": ["b"]}, {"name": "b", "deps": ["a"]}],
+        [{"name": "a", "deps": []}, {"name": "a", "deps": []}],
+        [{"name": f"{i}", "deps": []} for i in range(1000)],
     ],
 )
-def test_what_is_no_graph_is_not_drawn(tmp_path: Path, odd: object) -> None:
-    assert pipeline_graph(plan(tmp_path, odd), {}) == []
+def test_what_is_no_graph_is_not_drawn(odd: JSON) -> None:
+    assert drawn_nodes(odd, {}) == []
 
 
 def timelines_of(folder: Path, records: list[MetricsRecord]) -> list[StepTimeline]:

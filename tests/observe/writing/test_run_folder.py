@@ -26,6 +26,7 @@ from distflow.observe.run_reader import (
     sample_splits,
     sample_steps,
 )
+from distflow.observe.writing import run_folder
 from distflow.observe.writing.run_folder import RunFolder, RunFolderError, Span
 
 
@@ -343,6 +344,51 @@ def test_numbers_that_are_no_plain_floats_are_read_beside_those_that_are(tmp_pat
     assert math.isnan(odd.pop("a/nan")) and odd == {"a/whole": 3.0, "a/huge": math.inf, "c": 0.5}
     assert even == {"a/b/c": 1.5, "a/b": 2.5, "a/d": -1.0} and huge == {"a": 1.0, "b": math.inf} and empty == {}
     assert math.isnan(nan["a"])
+
+
+def test_metrics_that_grow_in_a_long_file_begin_with_a_whole_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distflow.observe.run_reader.MAX_BYTES", 1000)
+    with RunFolder(tmp_path, 0) as run:
+        for step in range(1, 101):
+            run.metrics(step, "train", {"m": 1.0})
+    growing = GrowingMetrics(tmp_path)
+    found = [record.step for record in growing.read(Timeline())]
+    assert found == [record.step for record in read_metrics(tmp_path, max_bytes=1000)] and found[-1] == 100
+    assert growing.damage.num_lines == 0 and len(found) < 20
+
+
+def test_a_disk_that_fails_at_the_end_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = os.umask(0o022)
+    try:
+        run = RunFolder(tmp_path, 0)
+        run.span("training", Span(0.0, 1.0, "phase", "rollout"))
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+            patched.setattr("os.write", fail)
+            run.close()
+        assert tmp_path.absolute() not in run_folder._locks and os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
+
+
+def test_what_comes_after_the_end_is_in_no_other_file(tmp_path: Path) -> None:
+    """As from the thread of a tracker that outlives the run."""
+    run = RunFolder(tmp_path / "run", 0)
+    descriptors = run._events._fd, run._metrics._fd
+    run.close()
+    others = [(tmp_path / f"other-{i}").open("wb", buffering=0) for i in range(40)]
+    assert {*descriptors} <= {file.fileno() for file in others}, "their numbers are in use again"
+    run.event("warning", "tracker late failed")
+    with pytest.raises(OSError, match="cannot write to the run's folder"):
+        run.metrics(1, "train", {"m": 1.0})
+    for file in others:
+        file.close()
+    assert all((tmp_path / f"other-{i}").stat().st_size == 0 for i in range(40))
+    assert [event.kind for event in read_events(tmp_path / "run")] == ["start"]
 
 
 def test_metrics_that_grow_are_read_within_the_memory_of_a_report(

@@ -102,6 +102,40 @@ def test_one_that_does_not_finish_is_left_behind() -> None:
     assert len(events) == 1 and "did not finish in time" in events[0][1]
 
 
+def test_one_that_failed_with_a_full_queue_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "_QUEUE_LENGTH", 2)
+    gate, asked = threading.Event(), threading.Event()
+
+    def build() -> Recorder:
+        asked.set()
+        gate.wait()
+        raise ConnectionError("no route to host")
+
+    trackers = Trackers([], {"late": build}, close_timeout_s=20.0)
+    asked.wait()
+    for step in range(3):
+        trackers.log(step, {"x": 1.0})
+    gate.set()
+    (late,) = trackers._remote
+    late._thread.join()
+    began = time.monotonic()
+    trackers.close()
+    assert time.monotonic() - began < 10
+
+
+def test_the_id_of_a_run_is_whole_or_absent_if_the_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = TrackedRun(tmp_path, "p", "e", {})
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", fail)
+        with pytest.raises(OSError, match="No space left"):
+            run.run_id("wandb")
+    assert list(tmp_path.iterdir()) == []
+    assert run.run_id("wandb") == run.run_id("wandb", lambda: "another")
+
+
 def test_remote_ones_get_an_overview_a_table_of_samples_and_findings() -> None:
     class Everything(Recorder):
         tables: list[tuple[int, list[Mapping[str, str]]]] = []
@@ -233,6 +267,7 @@ def test_a_webhook_that_redirects_or_hangs_is_not_followed_and_not_waited_for(
         ("ftp://127.0.0.1/x", "neither an https address"),
         ("NOT_SET_ANYWHERE", "nor the name of an environment variable"),
         ("", "neither an https address"),
+        ("https://[::1/x", "neither an https address"),
     ],
 )
 def test_what_is_no_webhook_is_refused(webhook: str, said: str) -> None:

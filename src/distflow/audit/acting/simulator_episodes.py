@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from distflow.audit.recorded_step import RecordedStep, Sample, Wrong, index_of
+from distflow.audit.check import Sample, Wrong
+from distflow.audit.recorded_step import RecordedStep, index_of
 from distflow.untrusted_files import load_image
 
 

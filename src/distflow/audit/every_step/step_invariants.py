@@ -93,12 +93,15 @@ class NonFinite:
         bundle = self._make_folder(role, step)
         names = [n for n in batch.names if n in KEPT_OBJECTS or isinstance(batch.flat(n), Tensor)]
         batch.only(names).save(bundle / BATCH)
-        before = self._last.get(role, bundle) / WEIGHTS
-        if self._in_a_row[role] > 1 and before.is_file():
-            os.link(before, bundle / WEIGHTS)  # a skipped update changed nothing
-        else:
-            weights = engine.state().trained_weights()
-            save_file({name: whole(t).cpu().contiguous().clone() for name, t in weights.items()}, bundle / WEIGHTS)
+        if self._in_a_row[role] > 1:
+            with suppress(OSError):  # another rank has removed it, or the file system has no hard links
+                os.link(self._last[role] / WEIGHTS, bundle / WEIGHTS)  # a skipped update changed nothing
+        is_there = (bundle / WEIGHTS).exists()
+        # All ranks take part in making sharded weights whole, whichever of them have a file.
+        wholes = ((name, whole(tensor)) for name, tensor in engine.state().trained_weights().items())
+        weights = {name: tensor.cpu().contiguous().clone() for name, tensor in wholes if not is_there}
+        if not is_there:
+            save_file(weights, bundle / WEIGHTS)
         (bundle / CONFIG).write_text(self.config_yaml, encoding="utf-8")
         facts = {"role": role, "step": step, "metrics": {k: repr(v) for k, v in metrics.items()}}
         (bundle / FACTS).write_text(json.dumps(facts, indent=2))
@@ -121,7 +124,7 @@ class NonFinite:
         ours = (
             path
             for path in self.folder.iterdir()
-            if re.fullmatch(r"step-\d{6,}-[a-z]+-\d+", path.name) and not path.is_symlink()
+            if re.fullmatch(r"step-\d{6,}-\w+-\d+", path.name) and not path.is_symlink()
         )
         bundles = sorted((path for path in ours if "role" in read_object(path / FACTS)), key=_written)
         for old in bundles[: -self.limit]:

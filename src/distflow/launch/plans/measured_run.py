@@ -15,8 +15,8 @@ from distflow.config.compose.load_config import config_of_run
 from distflow.errors import UserError, count_of
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import read_object
+from distflow.observe.report.doctor_run_rules import UNPLANNED
 from distflow.observe.report.graph_and_timelines import RunActivity, read_activity
-from distflow.observe.report.run_rules import UNPLANNED
 from distflow.observe.run_reader import MetricsRecord
 from distflow.planning.known_models_and_devices import Device, ModelShape
 from distflow.planning.measured_rates import MeasuredSteps, Rates, fit, lengths_under, quantiles

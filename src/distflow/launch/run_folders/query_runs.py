@@ -26,7 +26,7 @@ from distflow.errors import UserError
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import bytes_left_out, read_object, to_number
 from distflow.observe.report.doctor import examine, read_charges
-from distflow.observe.report.run_rules import RunRecords
+from distflow.observe.report.doctor_run_rules import RunRecords
 from distflow.observe.report.summary_sentences import PROBLEM_KINDS
 from distflow.observe.sample_files import COLUMNS, is_damaged, is_torn, write_sample_file
 from distflow.scheduling.ledger import surviving_records

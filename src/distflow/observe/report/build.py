@@ -16,9 +16,9 @@ from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import JSON, encode, read_object, write_atomically
 from distflow.observe.metrics import find_metric
 from distflow.observe.report import chart_data as charts
-from distflow.observe.report import doctor, domains, run_rules, samples, summary_sentences
+from distflow.observe.report import doctor, doctor_run_rules, domains, samples, summary_sentences
 from distflow.observe.report import graph_and_timelines as step
-from distflow.observe.report.invoice import invoice_json, price_of
+from distflow.observe.report.idle_invoice import invoice_json, price_of
 from distflow.observe.report.summary_sentences import Accuracy, EventGroup, Finding, Steps, known_values
 from distflow.observe.run_reader import Event
 from distflow.observe.sanitized_output import escape_control
@@ -41,18 +41,8 @@ _MAX_SENTENCES, _MAX_SENTENCE, _MAX_MESSAGE = 100, 2000, 20_000
 _WITH_COLUMNS = ("series", "bars")
 
 _PARTS = (
-    "text",
-    "load",
-    "top",
-    "curves",
-    "figures",
-    "step",
-    "timeline",
-    "invoice",
-    "domains",
-    "reward_results",
-    "samples",
-    "setup",
+    *("text", "load", "top", "curves", "figures", "step", "timeline", "invoice", "domains", "reward_results"),
+    *("samples", "setup"),
 )
 SCRIPTS = (*_PARTS, "report")
 POLICY_OF_SERVED_PAGES = (
@@ -84,22 +74,14 @@ def report_data(run_dir: Path) -> dict[str, Any]:
     """Everything that the page shows, as JSON data; parts missing in the run's folder are empty. Samples fill the space
     that the rest leaves."""
     run = RunPages(run_dir)
-    data = {
-        **run.top(),
-        **run.judged(),
-        **run.learned(),
-        **run.curves(),
-        **run.histograms(),
-        **run.time(),
-        **run.setup(),
-    }
+    data = run.top() | run.judged() | run.learned() | run.curves() | run.histograms() | run.time() | run.setup()
     _shrink(data, MOST_BYTES - _LEAST_SAMPLES_BYTES - 3 * _PAGE_BYTES)
     room = max(MAX_BYTES - len(encode(data)) - _PAGE_BYTES, _LEAST_SAMPLES_BYTES)
     data["samples"] = samples.thin_samples(run_dir, run.timeline, room)
     return data
 
 
-class RunPages(run_rules.RunRecords):
+class RunPages(doctor_run_rules.RunRecords):
     """The data of a run's pages as JSON, in parts: each reads what it needs when it is first asked for."""
 
     def __init__(self, run_dir: Path, growing: run_reader.GrowingMetrics | None = None) -> None:
@@ -121,7 +103,7 @@ class RunPages(run_rules.RunRecords):
 
     @cached_property
     def accuracy(self) -> Accuracy | None:
-        if run_rules.accuracy_counts_nothing(self.steps):
+        if doctor_run_rules.accuracy_counts_nothing(self.steps):
             return None
         return summary_sentences.find_accuracy(self.records, self.trials.get("all"))
 
@@ -147,7 +129,7 @@ class RunPages(run_rules.RunRecords):
         """The findings in sentences, and what ended a run that failed."""
         failed = summary_sentences.failure(self.events)
         found, events, records = self.examination.findings, self.events, self.records
-        planned = [each for each in found if each.rule == run_rules.PLANNED and each.tone == "unknown"]
+        planned = [each for each in found if each.rule == doctor_run_rules.PLANNED and each.tone == "unknown"]
         found = [each for each in found if each not in planned]
         written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
         known = None if self.growing is None else self.growing.damage
@@ -191,7 +173,9 @@ class RunPages(run_rules.RunRecords):
     def time(self) -> dict[str, Any]:
         """How steps run."""
         return {
-            "pipeline": step.pipeline_graph(self.run_dir, self.steps),
+            "pipeline": step.drawn_nodes(
+                read_object(self.run_dir / "plan.json", self.run_dir).get("nodes"), self.steps
+            ),
             "timelines": step.timelines(self.activity, self.records),
             "invoice": invoice_json(self.charges, price_of(self.config)),
         }
@@ -366,14 +350,9 @@ def served_page(data: Mapping[str, object], title: str) -> bytes:
     scripts = "\n".join(
         f'<script src="/static/{name}.js"></script>' for name in ("uPlot.iife.min", *_PARTS, "dashboard")
     )
-    words = {
-        "title": _text(title),
-        "kind": "dashboard",
-        "status": "",
-        "policy": POLICY_OF_SERVED_PAGES,
-        "sentences": "",
-    }
-    filled = _template("report.html").substitute(words, styles=styles, scripts=scripts, data=embed(data))
+    words = {"title": _text(title), "kind": "dashboard", "status": "", "sentences": "", "data": embed(data)}
+    words["policy"] = POLICY_OF_SERVED_PAGES
+    filled = _template("report.html").substitute(words, styles=styles, scripts=scripts)
     return filled.encode("utf-8", "backslashreplace")
 
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from distflow.observe.crash_safe_files import JSON, read_object, to_number
-from distflow.observe.report.graph_and_timelines import read_activity
-from distflow.observe.report.invoice import Charge
-from distflow.observe.report.run_rules import (
+from distflow.observe.crash_safe_files import JSON, to_number
+from distflow.observe.report.doctor_run_rules import (
     MAX_SHOWN,
     MAX_UIDS,
     PLANNED,
@@ -28,7 +26,7 @@ from distflow.observe.report.run_rules import (
     truncation,
     unaccounted,
 )
-from distflow.observe.report.step_rules import (
+from distflow.observe.report.doctor_step_rules import (
     MANY_STEPS,
     STEP_RULES,
     Check,
@@ -36,6 +34,8 @@ from distflow.observe.report.step_rules import (
     register_doctor_rule,
     rules_over,
 )
+from distflow.observe.report.graph_and_timelines import read_activity
+from distflow.observe.report.idle_invoice import Charge
 from distflow.observe.report.summary_sentences import (
     NO_END,
     Finding,
@@ -144,7 +144,6 @@ def _unfinished(run: RunRecords, is_running: bool) -> Finding | None:
 
 
 def _failed_run(run: RunRecords) -> Finding | None:
-    """A run that an error ended."""
     error = failure(run.events)
     if error is None:
         return None
@@ -187,14 +186,7 @@ RUN_RULES: tuple[RunRule, ...] = (
     RunRule("starving-rollout", "spans", "warning", lambda run: starving(run, is_trainer=False)),
     RunRule("unaccounted-time", "spans", "warning", unaccounted),
     RunRule("slow-prompts-starved", "groups", "warning", starved_prompts),
-    RunRule(
-        PLANNED,
-        "timing_s/step",
-        "warning",
-        lambda run: predicted_and_measured(
-            read_object(run.run_dir / "plan.json", run.run_dir).get("predicted"), run.steps
-        ),
-    ),
+    RunRule(PLANNED, "timing_s/step", "warning", predicted_and_measured),
     RunRule("data-order", "groups", "warning", data_order),
 )
 """In the order in which a report shows their findings."""

@@ -19,7 +19,6 @@ from distflow.observe.crash_safe_files import (
     JSON,
     bytes_left_out,
     encode,
-    read_object,
     read_records,
     to_number,
     write_atomically,
@@ -271,11 +270,6 @@ def _bar(activity: RunActivity, span: Span, start: float, end: float) -> Bar:
     until = round(min(_until(activity, span), end) - start, 4) if span.kind == "group" else None
     begin, finish = max(span.start, start), max(min(span.end, end), start)
     return (round(begin - start, 4), round(finish - start, 4), span.what, level, until)
-
-
-def pipeline_graph(run_dir: Path, steps: Steps) -> list[dict[str, Any]]:
-    """The nodes of plan.json; see `drawn_nodes`."""
-    return drawn_nodes(read_object(run_dir / "plan.json", run_dir).get("nodes"), steps)
 
 
 def drawn_nodes(listed: JSON, steps: Steps) -> list[dict[str, Any]]:

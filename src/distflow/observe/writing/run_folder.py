@@ -313,14 +313,15 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def event(self, kind: str, message: str, **fields: object) -> None:
         """Append an event: "start", "end", "info", "warning", "error", "finding", "canary", ...
 
-        `step` among the fields places it on the timeline.
+        `step` among the fields places it on the timeline. Without effect after `close`: threads of trackers may outlive
+        it.
         """
         record = {"t": time.time(), "restart": self.restart, "kind": kind, "message": message, **fields}
         with self._lock:
-            self._events.append(record)
+            if not self._closed:
+                self._events.append(record)
 
     def span(self, actor: str, span: Span) -> None:
-        """Append an activity or a wait of an actor to `spans/ACTOR.jsonl`."""
         record = {"t0": span.start, "t1": span.end, "kind": span.kind, "what": span.what, "restart": self.restart}
         optional = {key: getattr(span, key) for key in ("step", "group_id", "version", "on")}
         record.update({key: value for key, value in optional.items() if value is not None})
@@ -345,9 +346,9 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             if self._closed:
                 return
             self._closed = True
-            for file in (self._metrics, self._events, *self._spans.values()):
-                file.close()
-            self._claim.close()
+            with self._claim:  # is released even if the disk fails
+                for file in (self._metrics, self._events, *self._spans.values()):
+                    file.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()

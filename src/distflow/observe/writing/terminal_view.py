@@ -166,7 +166,6 @@ class TerminalView:
             self._panel.step = min(self._panel.step, step)
 
     def reward_failed(self, reason: str) -> None:
-        """Show the last reward error."""
         with self._lock:
             self._panel.failure = escape_control(reason, 300, one_line=True)
 
@@ -183,12 +182,10 @@ class TerminalView:
         self._panel.weight_version = version
 
     def audited(self, step: int, num_proven: int, num_checks: int) -> None:
-        """Show that a step was audited."""
         with self._lock:
             self._panel.audit = f"audit of step {step}: {num_proven} of {num_checks} checks passed · "
 
     def sample(self, prompt: str, response: str, score: float | None) -> None:
-        """Show one sample of the step in the live view."""
         with self._lock:
             shown = escape_control(prompt, 200, one_line=True), escape_control(response, 400, one_line=True)
             self._panel.sample = (*shown, "none" if score is None else f"{score:g}")

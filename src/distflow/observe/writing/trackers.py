@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from distflow.builtin_names import TRACKERS
 from distflow.errors import UserError, hint
 from distflow.import_target import load
-from distflow.observe.crash_safe_files import encode, to_json
+from distflow.observe.crash_safe_files import encode, to_json, write_atomically
 from distflow.observe.metrics import headlines
 
 # Called once for each failing tracker, with the kind of the event ("warning") and a message.
@@ -52,7 +52,7 @@ class TrackedRun:
         """The tracker's run id, the same for every restart: created at the first start, stored in the run's folder."""
         file = self.run_dir / f"{tracker}.json"
         if not file.exists():
-            file.write_text(json.dumps({"id": create()}) + "\n")
+            write_atomically(file, encode({"id": create()}) + b"\n")
         return str(json.loads(file.read_bytes())["id"])
 
 
@@ -109,7 +109,6 @@ class Trackers:
             self._send("samples", step, _table(rows))
 
     def finding(self, found: TrackedFinding) -> None:
-        """Pass a finding to remote trackers."""
         self._send("finding", found)
 
     def _send(self, name: str, *what: object) -> None:
@@ -145,7 +144,7 @@ class _TrackerThread:
 
     def finish(self, deadline: float) -> None:
         with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=max(deadline - time.monotonic(), 0.0))
+            self._queue.put(None, timeout=0.0 if self._has_failed else max(deadline - time.monotonic(), 0.0))
         self._thread.join(max(deadline - time.monotonic(), 0.0))
         if self._thread.is_alive():
             self._tell("did not finish in time and was abandoned; metrics.jsonl has everything")
@@ -194,7 +193,9 @@ def _cut(text: str) -> str:
 def _address(webhook: str) -> str:
     """The address in `trainer.webhook`, or in the environment variable that it names, so that no file of the run has
     it. Raises TrackerError."""
-    parts = urlsplit(webhook if "//" in webhook else os.environ.get(webhook, ""))
+    parts = urlsplit("")
+    with contextlib.suppress(ValueError):  # as of an unclosed bracket
+        parts = urlsplit(webhook if "//" in webhook else os.environ.get(webhook, ""))
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
         raise TrackerError(
             "trainer.webhook is neither an https address without a password nor the name of an environment variable "
@@ -279,11 +280,9 @@ class TensorBoardTracker:
         self._add(step, [Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
 
     def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
-        """Add them as a table among the texts."""
         self._text(step, "samples", markdown_table(rows))
 
     def finding(self, found: TrackedFinding) -> None:
-        """Add it to the texts."""
         self._text(found.step, "findings", html.escape(f"{found.rule}: {found.text}"))
 
     def _text(self, step: int, tag: str, text: str) -> None:
@@ -299,7 +298,6 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def close(self) -> None:
-        """Flush and close the event file."""
         self._writer.close()
 
 
@@ -309,7 +307,6 @@ class _TrackerRun:
     _run: Any
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log all metrics of a step."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
@@ -349,7 +346,6 @@ class WandbTracker(_TrackerRun):
         self._run.log({**values, "step": step})
 
     def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
-        """Log them as a table."""
         import wandb
 
         table = wandb.Table(columns=list(_COLUMNS), data=[[row[name] for name in _COLUMNS] for row in rows])
@@ -417,7 +413,6 @@ class MlflowTracker:
         self._client.set_tag(self._id, f"finding.{found.rule}", f"step {found.step}: {found.text}"[:5000])
 
     def close(self) -> None:
-        """End the run."""
         self._client.set_terminated(self._id)
 
 
@@ -456,7 +451,6 @@ class Webhook:
         """Nothing waits."""
 
     def finding(self, found: TrackedFinding) -> None:
-        """Post it."""
         import httpx
 
         name = f"{self._run.project}/{self._run.experiment}"

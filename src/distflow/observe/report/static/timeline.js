@@ -118,7 +118,7 @@ function spanColor(lane, what, level) {
   if (lane.kind === "wait") return "var(--wait)";
   if (lane.kind === "decode") return level % 2 ? "var(--c10)" : "var(--c0)";
   if (lane.kind !== "phase") return level !== null ? staleColor(level) : what === "complete" ? "var(--early)" : "var(--bad)";
-  const stacked = Object.keys(data.series.y).filter((name) => /^timing_s\/(?!step$|eval$|save$)/.test(name)).sort();
+  const stacked = Object.keys(data.series.y).filter((name) => /^timing_s\/(?!step$|eval$|save$|save_wait$)/.test(name)).sort();
   const known = stacked.indexOf(`timing_s/${what}`);
   return known < 0 ? "var(--c7)" : `var(--c${known % NUM_COLORS})`;
 }

@@ -8,12 +8,12 @@ from functools import cached_property
 from pathlib import Path
 
 from distflow.errors import count_of, joined
-from distflow.observe.crash_safe_files import JSON, to_number
-from distflow.observe.report import invoice
+from distflow.observe.crash_safe_files import JSON, read_object, to_number
+from distflow.observe.report import idle_invoice as invoice
 from distflow.observe.report.chart_data import tabulate
+from distflow.observe.report.doctor_step_rules import MANY_STEPS, setting
 from distflow.observe.report.graph_and_timelines import RunActivity, read_activity
 from distflow.observe.report.samples import evenly
-from distflow.observe.report.step_rules import MANY_STEPS, setting
 from distflow.observe.report.summary_sentences import REWARD, Finding, Steps, known_values
 from distflow.observe.run_reader import (
     RIGHT,
@@ -90,9 +90,10 @@ class RunRecords:
         return read_samples(self.run_dir, step, split, self.timeline)
 
 
-def predicted_and_measured(predicted: JSON, steps: Steps) -> Finding | None:
+def predicted_and_measured(run: RunRecords) -> Finding | None:
     """What the plan predicted beside the medians of what was measured. A miss above half is named if a run calibrated
-    the plan. predicted: of plan.json."""
+    the plan."""
+    predicted, steps = read_object(run.run_dir / "plan.json", run.run_dir).get("predicted"), run.steps
     phases = predicted.get("phases") if isinstance(predicted, Mapping) else None
     measured = measured_phases(steps)
     if not isinstance(predicted, Mapping) or not isinstance(phases, Mapping) or "step" not in measured:
@@ -306,7 +307,6 @@ def _temperature(config: Mapping[str, JSON], group: str = "") -> str:
 
 
 def _messages(run: RunRecords, split: str, steps: Iterable[int]) -> Iterable[str]:
-    """The reward errors of some steps."""
     for step in sorted(steps)[:_MAX_FILES]:
         for row in run.samples(step, split):
             errors = row.get("errors")

@@ -10,20 +10,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from distflow.audit.recorded_step import (
-    NOT_APPLICABLE,
-    RecordedStep,
-    Sample,
-    Wrong,
-    by_group_of,
-    check,
-    check_close,
-    check_tokens,
-    conversations_of,
-    doubles,
-    is_builtin,
-)
-from distflow.audit.reference_normalization import share_right
+from distflow.audit.audited_step.normalization_formulas import share_right
+from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, check_close, check_tokens, doubles, is_builtin
+from distflow.audit.recorded_step import RecordedStep, by_group_of, conversations_of
 from distflow.builtin_names import CUSTOM_REWARD, ESTIMATORS, REWARDS, WHOLE_SCORE
 from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of, filters_groups, is_rl, response_limit, unfiltered_domains
@@ -338,7 +327,6 @@ def rounding_of_mean(recorded: RecordedStep) -> float:
 
 
 def audit_kept(recorded: RecordedStep) -> str | None:
-    """Check that no group was kept that the filter drops."""
     names = [name for name in recorded.batch.names if recorded.batch.field(name).axis not in TOKEN_AXES]
     part = replace(recorded, batch=recorded.batch.only(names)) if filters_groups(recorded.config) else recorded
     _check_filter(part, by_group_of(part.samples) if part is not recorded else {})

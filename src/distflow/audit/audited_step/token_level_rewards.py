@@ -9,22 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.audit.episodes import rewards_of_turns
-from distflow.audit.record_calls_and_updates import GroupRecord
-from distflow.audit.recorded_step import (
-    NOT_APPLICABLE,
-    RecordedStep,
-    Sample,
-    Wrong,
-    check,
-    check_close,
-    conversations_of,
-    doubles,
-    index_of,
+from distflow.audit.audited_step.episodes import rewards_of_turns
+from distflow.audit.audited_step.groups_responses_and_masks import (
+    does_not_apply,
+    functions_of,
+    in_baselines,
+    parts_of_domain,
 )
-from distflow.audit.reference_normalization import finished_rewards, whitened
-from distflow.audit.rescored_samples import LIMIT
-from distflow.audit.samples import does_not_apply, functions_of, in_baselines, parts_of_domain
+from distflow.audit.audited_step.normalization_formulas import finished_rewards, whitened
+from distflow.audit.audited_step.rescored_samples import LIMIT
+from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, check_close, doubles
+from distflow.audit.record_calls_and_updates import GroupRecord
+from distflow.audit.recorded_step import RecordedStep, conversations_of, index_of
 from distflow.config.derived_settings import algorithm_of, algorithms, response_limit
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import on_error_of, scoring_models
@@ -50,7 +46,7 @@ def audit_rewards(recorded: RecordedStep) -> str | None:
     if recorded.is_written("srpo_distance"):
         if not recorded.is_whole:
             return "SRPO compares all episodes of the step"
-        from distflow.audit.acting.srpo_rewards import check_srpo  # no other run imports it
+        from distflow.audit.acting.rewards_and_logprob_levels import check_srpo  # no other run imports it
 
         check_srpo(recorded)
         return None
@@ -73,7 +69,7 @@ def _on_tokens(recorded: RecordedStep, sample: Sample) -> list[float]:
     else:
         expected = (_of_turns(sample) if of_turns is None else of_turns).tolist()
     if recorded.config.algorithm.reward_level != "token":
-        from distflow.audit.acting.logprob_and_reward_levels import rewards_of_steps  # no other run imports it
+        from distflow.audit.acting.rewards_and_logprob_levels import rewards_of_steps  # no other run imports it
 
         of_steps = rewards_of_steps(recorded, sample, total)
         expected = sample["token_level_scores"].tolist() if of_steps is None else of_steps

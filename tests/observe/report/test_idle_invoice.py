@@ -9,8 +9,8 @@ import pytest
 
 from distflow.cli import main
 from distflow.observe.report.doctor import examine, read_charges
-from distflow.observe.report.invoice import Charge, Journal, charges, invoice_json, invoice_lines, shares
-from distflow.observe.report.run_rules import RunRecords
+from distflow.observe.report.doctor_run_rules import RunRecords
+from distflow.observe.report.idle_invoice import Charge, Journal, charges, invoice_json, invoice_lines, shares
 from distflow.observe.run_reader import Group
 from distflow.observe.writing.run_folder import RunFolder, Span
 

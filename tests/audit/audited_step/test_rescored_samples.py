@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distflow.audit.rescored_samples import counted_score, plain_score
+from distflow.audit.audited_step.rescored_samples import counted_score, plain_score
 from distflow.errors import TrustError
 from distflow.rewards import text_rewards
 from distflow.rewards.math.reward import compute_score

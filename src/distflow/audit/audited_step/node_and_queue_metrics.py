@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distflow.audit.policy_losses import importance_weights
-from distflow.audit.recorded_step import RecordedStep, Sample, by_group_of, doubles
-from distflow.audit.reference_normalization import share_right
+from distflow.audit.audited_step.normalization_formulas import share_right
+from distflow.audit.audited_step.policy_loss_formulas import importance_weights
+from distflow.audit.check import Sample, doubles
+from distflow.audit.recorded_step import RecordedStep, by_group_of
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.data.batch import Batch
 from distflow.data.sample import LIMIT_REASONS
@@ -116,18 +117,14 @@ def _left_out(algorithm: AlgorithmConfig, samples: Sequence[Sample], end: str) -
     yield from ((f"sample_mask/{name}{end}", [count / max(number, 1)], number) for name, count in counts.items())
 
 
-def _rows(recorded: RecordedStep) -> Tensor:
-    return recorded.batch.rows()
-
-
 def _over_rows(recorded: RecordedStep, values: Tensor) -> Tensor:
     """The sum of each sample's tokens."""
-    return torch.zeros(len(recorded.batch), dtype=torch.float64).index_add(0, _rows(recorded), values.double())
+    return torch.zeros(len(recorded.batch), dtype=torch.float64).index_add(0, recorded.batch.rows(), values.double())
 
 
 def _counted(recorded: RecordedStep) -> Tensor:
     """Tokens under the loss mask before anything was rejected or masked."""
-    return (recorded.batch.flat("response_mask") > 0) & recorded.batch["valid"].bool()[_rows(recorded)]
+    return (recorded.batch.flat("response_mask") > 0) & recorded.batch["valid"].bool()[recorded.batch.rows()]
 
 
 def _correction(recorded: RecordedStep) -> Iterator[Part]:
@@ -135,7 +132,7 @@ def _correction(recorded: RecordedStep) -> Iterator[Part]:
     is_known = "rollout_is_weights" in recorded.batch and recorded.is_ours("rollout_is_weights")
     if own is None or not is_known or own == "trainer_log_probs" or recorded.run.ranks.size > 1:
         return
-    counted, level, rows = _counted(recorded), settings.rollout_is or "token", _rows(recorded)
+    counted, level, rows = _counted(recorded), settings.rollout_is or "token", recorded.batch.rows()
     gap, tokens = _gap(recorded.batch, own).where(counted, 0.0), _over_rows(recorded, counted)
     if level != "token":
         sums = _over_rows(recorded, gap) / (tokens.clamp(min=1) if level == "geometric" else 1)

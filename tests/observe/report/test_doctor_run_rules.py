@@ -1,14 +1,17 @@
 """What the report judges, in words: each finding where it applies, and its silence where it does not."""
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from distflow.observe.report.build import report_data
 from distflow.observe.report.doctor import examine
-from distflow.observe.report.run_rules import (
+from distflow.observe.report.doctor_run_rules import (
     Finding,
     RunRecords,
     accuracy_counts_nothing,
@@ -18,7 +21,7 @@ from distflow.observe.report.run_rules import (
     predicted_and_measured,
     truncation,
 )
-from distflow.observe.report.step_rules import StepRules
+from distflow.observe.report.doctor_step_rules import StepRules
 from distflow.observe.writing.run_folder import RunFolder
 
 Steps = dict[int, dict[str, float]]
@@ -50,7 +53,9 @@ def texts(sentences: list[dict[str, str]]) -> str:
         ("", 9.0, "unknown", "train_step 9 and 1 s"),
     ],
 )
-def test_what_was_predicted_is_beside_what_was_measured(source: str, train: float, tone: str, words: str) -> None:
+def test_what_was_predicted_is_beside_what_was_measured(
+    source: str, train: float, tone: str, words: str, tmp_path: Path
+) -> None:
     """The last four of five steps; validation and an early step do not count."""
     timed = steps(
         timing_s__step=(9.0, 1.9, 1.9, 2.9, 1.9),
@@ -60,11 +65,17 @@ def test_what_was_predicted_is_beside_what_was_measured(source: str, train: floa
         memory__process__peak=(1.25,) * 5,
     )
     phases = {"rollout": 0.5, "train_step": train, "rest": 0.3, "step": 2.0}
-    found = predicted_and_measured({"phases": phases, "peak_bytes": 2**30, "calibrated_by": source}, timed)
+    run: Any = SimpleNamespace(run_dir=tmp_path, steps=timed)
+
+    def finding(predicted: object) -> Finding | None:
+        (tmp_path / "plan.json").write_text(json.dumps({"predicted": predicted}))
+        return predicted_and_measured(run)
+
+    found = finding({"phases": phases, "peak_bytes": 2**30, "calibrated_by": source})
     assert found is not None and found.tone == tone and words in found.text
     assert (source or "trainer.plan_from") in found.text + found.advice
     for damaged in (None, {}, {"phases": 3}, {"phases": {"step": "x"}}):
-        assert predicted_and_measured(damaged, timed) is None
+        assert finding(damaged) is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from distflow.audit.log_probs import (
+from distflow.audit.audited_step.log_probs import (
     audited_samples,
     dtype_of,
     ids_of,
@@ -18,6 +18,7 @@ from distflow.audit.log_probs import (
     numbers_of,
     sequences_of,
 )
+from distflow.audit.check import Sample, Wrong, check, is_builtin
 from distflow.audit.model_forward import Ids, log_probs_of, logits_of, plainly
 from distflow.audit.record_calls_and_updates import (
     NUM_FEW,
@@ -28,16 +29,7 @@ from distflow.audit.record_calls_and_updates import (
     trained,
     whole_here,
 )
-from distflow.audit.recorded_step import (
-    RecordedStep,
-    Sample,
-    Wrong,
-    check,
-    is_builtin,
-    own_tokens,
-    samples_of,
-    shuffled,
-)
+from distflow.audit.recorded_step import RecordedStep, own_tokens, samples_of, shuffled
 from distflow.config import Config
 from distflow.config.derived_settings import (
     algorithm_of,
@@ -85,13 +77,19 @@ def audit_each_sample_once(recorded: RecordedStep) -> str | None:
     for role in sorted({update.role for update in recorded.updates} | _expected(recorded)):
         _each_once(recorded, role, recorded.updates_of(role))
     for update in recorded.updates:
-        uids = [uid for micro in update.micros for uid in micro.uids]
-        if update.micros and sorted(uids) != sorted(update.uids):
-            raise Wrong(
-                f"the micro-batches of a mini-batch of the {update.role} hold {len(uids)} samples, the mini-batch "
-                f"{len(update.uids)}: some were left out or used twice"
-            )
+        if update.micros:
+            check_micro_batches(update)
     return None
+
+
+def check_micro_batches(update: UpdateRecord) -> None:
+    """Raises Wrong if the micro-batches of a mini-batch are not exactly its samples."""
+    uids = [uid for micro in update.micros for uid in micro.uids]
+    if sorted(uids) != sorted(update.uids):
+        raise Wrong(
+            f"the micro-batches of a mini-batch of the {update.role} hold {len(uids)} samples, the mini-batch "
+            f"{len(update.uids)}: some were left out or used twice"
+        )
 
 
 def _is_ours(recorded: RecordedStep) -> bool:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from transformers import DynamicCache
 
-from distflow.audit.log_probs import (
+from distflow.audit.audited_step.log_probs import (
     audited_samples,
     dtype_of,
     ids_of,
@@ -28,20 +28,10 @@ from distflow.audit.log_probs import (
     policy_scores,
     sequences_of,
 )
+from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, doubles, is_builtin
 from distflow.audit.model_forward import PlainScores, Turns, Weights, model_of, plain_scores, plainly, vocabulary_of
 from distflow.audit.record_calls_and_updates import OpenEngine
-from distflow.audit.recorded_step import (
-    NOT_APPLICABLE,
-    RecordedStep,
-    Sample,
-    Wrong,
-    check,
-    conversations_of,
-    doubles,
-    index_of,
-    is_builtin,
-    policies_of_conversations,
-)
+from distflow.audit.recorded_step import RecordedStep, conversations_of, index_of, policies_of_conversations
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config.derived_settings import agent_sampling
 from distflow.models.image_inputs import UNUSED, own_pass
@@ -66,8 +56,10 @@ PRESENT: Weights = {}
     limit="equal hashes of sampled elements of each tensor",
 )
 def audit_weights(recorded: RecordedStep) -> str | None:
-    _trained_and_adapted(recorded)
     resources = recorded.run.resources
+    model = model_of(resources.actor) if is_builtin(type(resources.actor)) else None
+    for own in models_of(model).values() if model is not None else ():
+        _check_trained(recorded, own)
     if resources.rollout is None or resources.actor is None:
         return "the rollout engine is on another worker" if recorded.is_written("rollout_log_probs") else NOT_APPLICABLE
     version = recorded.synced_version
@@ -115,18 +107,9 @@ def audit_versions(recorded: RecordedStep) -> str | None:
     return None
 
 
-def _trained_and_adapted(recorded: RecordedStep) -> None:
+def _check_trained(recorded: RecordedStep, model: nn.Module) -> None:
     """Check that all weights are trained (except sinusoidal positions), or all adapter weights and nothing else, and
     that an adapter is scaled by alpha over rank."""
-    actor = recorded.run.resources.actor
-    model = model_of(actor)
-    if model is None or not is_builtin(type(actor)):
-        return
-    for own in models_of(model).values():
-        _check_trained(recorded, own)
-
-
-def _check_trained(recorded: RecordedStep, model: nn.Module) -> None:
     settings = recorded.config.actor_rollout_ref.model
     adapts = settings.lora_rank > 0
     left = getattr(unwrapped(model), UNUSED, ())

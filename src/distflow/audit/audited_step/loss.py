@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.objectives import PolicyObjective
-from distflow.audit.log_probs import is_predicted
-from distflow.audit.model_forward import PlainScores
-from distflow.audit.policy_losses import (
+from distflow.audit.audited_step.log_probs import is_predicted
+from distflow.audit.audited_step.policy_loss_formulas import (
     FORMULAS,
     Formula,
     Tokens,
@@ -24,19 +23,12 @@ from distflow.audit.policy_losses import (
     statistics,
     to_select,
 )
+from distflow.audit.audited_step.token_level_rewards import kl
+from distflow.audit.audited_step.updates import check_micro_batches
+from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, check_tokens, doubles, is_builtin
+from distflow.audit.model_forward import PlainScores
 from distflow.audit.record_calls_and_updates import UpdateRecord, units_of
-from distflow.audit.recorded_step import (
-    NOT_APPLICABLE,
-    RecordedStep,
-    Sample,
-    Wrong,
-    check,
-    check_tokens,
-    doubles,
-    is_builtin,
-    own_tokens,
-)
-from distflow.audit.token_level_rewards import kl
+from distflow.audit.recorded_step import RecordedStep, own_tokens
 from distflow.config import Config
 from distflow.config.derived_settings import config_of, is_rl, own_losses, reads_pairs
 from distflow.data.batch import repeated
@@ -405,13 +397,8 @@ def _message(update: UpdateRecord, name: str, batch: MiniBatch, expected: Tensor
 
 def _mini_batch(recorded: RecordedStep, update: UpdateRecord) -> MiniBatch:
     """The recorded mini-batch. Raises Wrong if the micro-batches are not exactly its samples."""
+    check_micro_batches(update)
     known = recorded.rows
-    uids = [uid for micro in update.micros for uid in micro.uids]
-    if sorted(uids) != sorted(update.uids):
-        raise Wrong(
-            f"the micro-batches of a mini-batch hold {len(uids)} samples, the mini-batch {len(update.uids)}: some "
-            "were left out or used twice"
-        )
     samples = [known[uid] for micro in update.micros for uid in micro.recorded]
     lengths = [len(sample["response_ids"]) for sample in samples]
     outputs: dict[str, list[Tensor]] = {name: [] for name in update.loss.outputs}
@@ -498,7 +485,7 @@ def _counted(config: Config, batch: MiniBatch, log_probs: Tensor) -> tuple[Token
     tokens = Tokens(log_probs[counted], columns, batch.sample[counted])
     if level == "token":
         return tokens, batch
-    from distflow.audit.acting.logprob_and_reward_levels import by_unit, dim_of  # no other run imports it
+    from distflow.audit.acting.rewards_and_logprob_levels import by_unit, dim_of  # no other run imports it
 
     turns = (sample["turn_index"] for sample in batch.samples)
     tokens = by_unit(tokens, units_of(turns, counted, dim_of(config, level)))

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.algorithms.normalization_filters_and_weights import ALL_EQUAL, MEAN_TOO_HIGH, MEAN_TOO_LOW, TOO_FEW_SCORES
-from distflow.audit.record_calls_and_updates import GroupRecord
-from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check
-from distflow.audit.samples import (
+from distflow.audit.audited_step.groups_responses_and_masks import (
     ROUNDING,
     accuracies,
     filtered_values,
@@ -27,6 +25,9 @@ from distflow.audit.samples import (
     parts_of_domain,
     rounding_of_mean,
 )
+from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check
+from distflow.audit.record_calls_and_updates import GroupRecord
+from distflow.audit.recorded_step import RecordedStep
 from distflow.builtin_names import ESTIMATORS
 from distflow.config.derived_settings import algorithm_of
 from distflow.config.keys.reward import on_error_of, scoring_models
@@ -98,13 +99,13 @@ def audit_reward_functions(recorded: RecordedStep) -> str | None:
     limit="equal, the last few groups of a step",
 )
 def audit_dropped(recorded: RecordedStep) -> str | None:
-    found = [_check_dropped(recorded, *each, again=each is recorded.dropped[-1]) for each in recorded.dropped]
-    return found[-1] if found else NOT_APPLICABLE
+    return check_dropped(recorded, calls=True)
 
 
-def audit_dropped_values(recorded: RecordedStep) -> str | None:
-    """The same without calls of reward functions."""
-    found = [_check_dropped(recorded, *each, again=False) for each in recorded.dropped]
+def check_dropped(recorded: RecordedStep, calls: bool) -> str | None:
+    """calls: whether to call reward functions."""
+    last = recorded.dropped[-1] if recorded.dropped and calls else None
+    found = [_check_dropped(recorded, *each, again=each is last) for each in recorded.dropped]
     return found[-1] if found else NOT_APPLICABLE
 
 

@@ -7,8 +7,9 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from distflow.audit.node_and_queue_metrics import NOT_RECOMPUTED, between, merged, parts_of
-from distflow.audit.recorded_step import RecordedStep, Sample, Wrong, check, conversations_of, doubles
+from distflow.audit.audited_step.node_and_queue_metrics import NOT_RECOMPUTED, between, merged, parts_of
+from distflow.audit.check import Sample, Wrong, check, doubles
+from distflow.audit.recorded_step import RecordedStep, conversations_of
 from distflow.config.keys.reward import scoring_models
 from distflow.data.batch import Batch
 from distflow.observe.metrics import find_metric
@@ -34,19 +35,15 @@ def audit_metrics(recorded: RecordedStep) -> str | None:
     own = {name: (values, weight) for name, values, weight in parts_of(recorded)}
     wanted = merged(recorded.run.ranks.gather(own))
     _compare(recorded, ((name, between(recorded.metrics.get(name, 0.0), values)) for name, values in wanted))
-    left = [name for name in recorded.metrics if name not in recorded.run.compared and not _has_reason(name)]
+    left = [name for name in recorded.metrics if name not in recorded.run.compared]
+    left = [name for name in left if not any(fnmatchcase(name, pattern) for pattern in NOT_RECOMPUTED)]
     return f"nothing computes {', '.join(left[:5])} again" if left else None
 
 
 def audit_step_metrics(recorded: RecordedStep) -> str | None:
-    """Check the cheapest metrics."""
     _compare(recorded, (*_of_samples(recorded), *_of_updates(recorded), *_of_nodes(recorded)))
     _check_calls(recorded)
     return None
-
-
-def _has_reason(name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in NOT_RECOMPUTED)
 
 
 def remember_trained(recorded: RecordedStep) -> None:

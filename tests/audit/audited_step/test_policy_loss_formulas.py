@@ -12,10 +12,10 @@ import torch
 from distflow.algorithms.losses import covariance
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.algorithms.registry import find_policy_loss
-from distflow.audit.loss import Shares, _check_reported
-from distflow.audit.policy_losses import FORMULAS, Tokens, statistics
+from distflow.audit.audited_step.loss import Shares, _check_reported
+from distflow.audit.audited_step.policy_loss_formulas import FORMULAS, Tokens, statistics
+from distflow.audit.check import Wrong
 from distflow.audit.record_calls_and_updates import UpdateRecord
-from distflow.audit.recorded_step import Wrong
 from distflow.builtin_names import POLICY_LOSSES
 from distflow.config import load_config
 from distflow.config.keys.algorithm import RolloutCorrectionConfig

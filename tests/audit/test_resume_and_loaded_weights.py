@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from distflow.audit.recorded_step import Wrong
-from distflow.audit.resume import audit_loaded
+from distflow.audit.check import Wrong
+from distflow.audit.resume_and_loaded_weights import audit_loaded
 from distflow.config import load_config
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora

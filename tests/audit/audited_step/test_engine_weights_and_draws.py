@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distflow.audit import rollout_engine, updates
+from distflow.audit.audited_step import engine_weights_and_draws, updates
 from distflow.errors import TrustError
 from distflow.observe.run_reader import read_events
 from distflow.rollout.embedded import request_lane as embedded
@@ -29,15 +29,15 @@ BFLOAT16 = (
 @pytest.fixture
 def rough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Playground:
     """A model whose draws rounding moves by 0.03, ten times as far as is allowed without a second look."""
-    monkeypatch.setattr(rollout_engine, "ROUNDED_DRAW", 0.003)
+    monkeypatch.setattr(engine_weights_and_draws, "ROUNDED_DRAW", 0.003)
     return Playground(tmp_path, initializer_range=0.5, num_hidden_layers=4)
 
 
 def test_moves_by_rounding_are_no_alarm(rough: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[float] = []
-    original = rollout_engine.moved_draws
+    original = engine_weights_and_draws.moved_draws
     monkeypatch.setattr(
-        rollout_engine, "moved_draws", lambda recorded: measured.append(original(recorded)) or measured[0]
+        engine_weights_and_draws, "moved_draws", lambda recorded: measured.append(original(recorded)) or measured[0]
     )
     rough.run("grpo", *BFLOAT16)
     (audit,) = [event for event in read_events(rough.folder / "run") if event.kind == "audit"]
@@ -46,7 +46,7 @@ def test_moves_by_rounding_are_no_alarm(rough: Playground, monkeypatch: pytest.M
 
 
 def test_too_large_moves_by_rounding_are_not_checked(rough: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_engine, "WIDEST", 0.05)
+    monkeypatch.setattr(engine_weights_and_draws, "WIDEST", 0.05)
     rough.run("grpo", *BFLOAT16)
     (audit,) = [event for event in read_events(rough.folder / "run") if event.kind == "audit"]
     assert "too far" in audit.fields["unproven"]["draws"]

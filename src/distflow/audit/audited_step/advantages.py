@@ -6,25 +6,16 @@ The formulas are reimplemented here by brute force: one sample after another, in
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from distflow.algorithms.registry import find_adv_est
-from distflow.audit.recorded_step import (
-    NOT_APPLICABLE,
-    RecordedStep,
-    Sample,
-    Wrong,
-    by_group_of,
-    check,
-    check_close,
-    conversations_of,
-    doubles,
-    is_builtin,
-)
-from distflow.audit.reference_normalization import finished_advantages, mean, std, whitened, whitening
-from distflow.audit.samples import functions_of, in_baselines
+from distflow.audit.audited_step.groups_responses_and_masks import functions_of, in_baselines
+from distflow.audit.audited_step.normalization_formulas import finished_advantages, mean, std, whitened, whitening
+from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, check_close, doubles, is_builtin
+from distflow.audit.recorded_step import RecordedStep, by_group_of, conversations_of
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import scoring_models
 from distflow.data.batch import repeated
@@ -385,11 +376,13 @@ def _remax(samples: Sequence[Sample], options: Options) -> Rows:
     return rows
 
 
-def _gae(samples: Sequence[Sample], options: Options) -> Rows:
+def _gae(samples: Sequence[Sample], options: Options, by_agents: bool = False) -> Rows:
+    """by_agents: over the tokens in the order of the turns of all agents."""
     gamma, lam, rows = options["gamma"], options["lam"], []
     for sample in samples:
         rewards, values, counted = sample["token_level_rewards"].tolist(), sample["values"].tolist(), _tokens(sample)
         groups = _turns(sample) if options.get("over_turns") else [[t] for t, c in enumerate(counted) if c]
+        groups.sort(key=lambda own: int(sample["turn_order"][own[0]]) if by_agents else 0)
         places, tokens_of = [group[0] for group in groups], {group[0]: group for group in groups}
         cut_off = options["bootstrap_truncated"] and bool(sample["truncated"])
         following, running = (values[places[-1]] if places and cut_off else 0.0), 0.0
@@ -400,25 +393,6 @@ def _gae(samples: Sequence[Sample], options: Options) -> Rows:
             following = values[t]
             for token in tokens_of[t]:
                 row[token], back[token] = running, running + values[t]
-        rows.append((row, back))
-    return rows
-
-
-def _gae_marft(samples: Sequence[Sample], options: Options) -> Rows:
-    gamma, lam, rows = options["gamma"], options["lam"], []
-    for sample in samples:
-        rewards, values, counted = sample["token_level_rewards"].tolist(), sample["values"].tolist(), _tokens(sample)
-        turns: dict[int, list[int]] = {}
-        for place, turn in enumerate(sample["turn_order"].tolist()):
-            if counted[place]:
-                turns.setdefault(turn, []).append(place)
-        row, back, running, following = [0.0] * len(counted), [0.0] * len(counted), 0.0, 0.0
-        if turns and options["bootstrap_truncated"] and bool(sample["truncated"]):
-            following = values[turns[max(turns)][-1]]
-        for turn in sorted(turns, reverse=True):
-            for t in reversed(turns[turn]):
-                running = rewards[t] + gamma * following - values[t] + gamma * lam * running
-                row[t], back[t], following = running, running + values[t], values[t]
         rows.append((row, back))
     return rows
 
@@ -438,7 +412,7 @@ FORMULAS: dict[str, Formula] = {
     "reinforce_plus_plus": _whitened(_reinforce),
     "reinforce_plus_plus_baseline": _whitened(_by_sample(_centred), returns_too=True),
     "gae": _whitened(_gae),
-    "gae_marft": _whitened(_gae_marft),
+    "gae_marft": _whitened(partial(_gae, by_agents=True)),
 }
 GLOBAL = ("gpg", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "gae_marft")
 """Estimators that need the whole step, on all ranks."""

@@ -4,7 +4,8 @@ weights of samples."""
 import math
 from collections.abc import Mapping, Sequence
 
-from distflow.audit.recorded_step import Sample, by_group_of
+from distflow.audit.check import Sample
+from distflow.audit.recorded_step import by_group_of
 from distflow.config.keys.algorithm import AlgorithmConfig, NormConfig, is_on
 
 Rows = list[list[float]]

@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -136,7 +136,7 @@ class _Actors:
     """What the trainers, engines, rollout loops and groups of a run do."""
 
     def __init__(self, journal: Journal) -> None:
-        parts: dict[str, dict[int, list[Span]]] = {}
+        self.spans = parts = dict[str, dict[int, list[Span]]]()
         for actor, spans in journal.spans.items():
             if found := _ACTOR.fullmatch(actor):
                 parts.setdefault(found[1], {}).setdefault(int(found[2] or 0), []).extend(spans)
@@ -200,13 +200,9 @@ class _Walk:
         piece = self._actors.decoding[part].at(self._t) if part in self._actors.decoding else None
         if piece is None:
             return ""
-        return (
-            _SYNC
-            if piece.span.what.startswith(_SWAPS)
-            else "eval"
-            if piece.span.kind == "decode" and piece.span.what != TRAINING
-            else GENERATE
-        )
+        if piece.span.what.startswith(_SWAPS):
+            return _SYNC
+        return "eval" if piece.span.kind == "decode" and piece.span.what != TRAINING else GENERATE
 
     def _of_trainer(self, part: int) -> str:
         piece = self._actors.training[part].at(self._t) if part in self._actors.training else None
@@ -331,14 +327,7 @@ def charges(journal: Journal) -> list[Charge]:
 
 
 def _of_device(actors: _Actors, journal: Journal, device: int) -> Iterator[_Stretch]:
-    own = [
-        s
-        for actor, spans in journal.spans.items()
-        if (found := _ACTOR.fullmatch(actor))
-        and found[1] in ("training", "rollout", "engine")
-        and int(found[2] or 0) == device
-        for s in spans
-    ]
+    own = [s for name in ("training", "rollout", "engine") for s in actors.spans.get(name, {}).get(device, ())]
     before = journal.windows[0][0] if journal.windows else 0.0
     for number, (begin, end) in enumerate(journal.windows):
         if begin > before:
@@ -378,16 +367,9 @@ def _states(actors: _Actors, device: int, first: float, last: float) -> Iterator
 
 
 def _merged(stretches: Iterable[_Stretch]) -> Iterator[_Stretch]:
-    last: _Stretch | None = None
-    for each in stretches:
-        if last is not None and last[2:] == each[2:]:
-            last = last._replace(end=each.end)
-            continue
-        if last is not None:
-            yield last
-        last = each
-    if last is not None:
-        yield last
+    for _, alike in groupby(stretches, key=lambda each: each[2:]):
+        first, *rest = alike
+        yield first._replace(end=(rest or [first])[-1].end)
 
 
 def _relabelled(stretches: Iterable[_Stretch]) -> Iterator[_Stretch]:

@@ -10,18 +10,9 @@ import torch
 from torch import Tensor
 
 from distflow.audit import model_forward
+from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, doubles
 from distflow.audit.record_calls_and_updates import OpenEngine, UpdateRecord
-from distflow.audit.recorded_step import (
-    NOT_APPLICABLE,
-    AuditedRun,
-    RecordedStep,
-    Sample,
-    Wrong,
-    check,
-    conversations_of,
-    doubles,
-    policies_of_conversations,
-)
+from distflow.audit.recorded_step import AuditedRun, RecordedStep, conversations_of, policies_of_conversations
 from distflow.config.derived_settings import is_rl
 from distflow.training.policies import models_of
 
@@ -184,13 +175,11 @@ def score_before(recorded: RecordedStep, update: UpdateRecord) -> None:
 
 
 def dtype_of(engine: object) -> torch.dtype | None:
-    """The dtype that the engine's model computes in."""
     dtype = getattr(engine, "compute_dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def ids_of(sample: Sample) -> model_forward.Ids:
-    """The sample's prompt and response."""
     return model_forward.Ids(sample["prompt_ids"].tolist(), sample["response_ids"].tolist())
 
 

@@ -11,18 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distflow.audit.recorded_step import (
-    NOT_APPLICABLE,
-    RecordedStep,
-    RecordedTurn,
-    Sample,
-    Wrong,
-    check,
-    check_tokens,
-    conversations_of,
-    index_of,
-)
-from distflow.audit.samples import parts_of_domain
+from distflow.audit.audited_step.groups_responses_and_masks import parts_of_domain
+from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, check_tokens
+from distflow.audit.recorded_step import RecordedStep, RecordedTurn, conversations_of, index_of
 from distflow.builtin_names import PROMPT_CHAT, ROLLOUT_ENGINES
 from distflow.config.derived_settings import response_limit
 from distflow.config.keys.actor_rollout_ref_and_critic import AgentConfig, RolloutConfig
@@ -81,7 +72,8 @@ def audit_episodes(recorded: RecordedStep) -> str | None:
         if sample["reward_errors"] is None and bool(sample["valid"]):
             _check_limits(recorded, sample, turns)
             name, _ = workflow_of(recorded.config.actor_rollout_ref.rollout, sample["domain"])
-            OWN_CHECKS.get(name, _nothing)(recorded, sample, turns)
+            if own_check := OWN_CHECKS.get(name):
+                own_check(recorded, sample, turns)
     return None if seen else "no episode's events are known"
 
 
@@ -373,10 +365,6 @@ def _check_tools(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) 
         raise Wrong(f"tool {given['name']} returned {text!r:.120} {who}, which was not told so")
 
 
-def _nothing(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
-    """No check: other workflows have no contract with the user's process that is known here."""
-
-
 def _check_checker(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
     """The checker of `solver_checker` was asked about the solver's reply, and earns 1 if its own agrees with the
     accuracy, else 0; the solver earns what the reward functions gave for that reply."""
@@ -429,4 +417,4 @@ OWN_CHECKS = {
     "solver_checker": _check_checker,
     "simulator": _check_simulator,
 }
-"""The further contract of built-in workflows."""
+"""The further contract of built-in workflows. Others have none with the user's process that is known here."""

@@ -14,9 +14,10 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from distflow.audit.check import NOT_APPLICABLE, Wrong, check
 from distflow.audit.model_forward import model_of
 from distflow.audit.record_calls_and_updates import OpenEngine
-from distflow.audit.recorded_step import NOT_APPLICABLE, AuditedRun, RecordedStep, Wrong, check, samples_of
+from distflow.audit.recorded_step import AuditedRun, RecordedStep, samples_of
 from distflow.config import changed_keys, config_from_dict
 from distflow.data import global_random_states
 from distflow.data.batch import Batch

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from distflow.algorithms import mismatch_check
+from distflow.audit.audited_step.node_and_queue_metrics import NOT_RECOMPUTED
 from distflow.audit.auditor import Auditor
-from distflow.audit.node_and_queue_metrics import NOT_RECOMPUTED
 from distflow.errors import TrustError
 from distflow.observe import metrics
 from distflow.pipelines.nodes import advantages

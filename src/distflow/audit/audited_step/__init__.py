@@ -1,0 +1,1 @@
+"""The checks of an audited step against references: formulas, models, functions called again and files read again."""
