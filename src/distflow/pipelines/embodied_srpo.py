@@ -6,7 +6,7 @@ from distflow.config.keys.algorithm import is_on
 from distflow.errors import UserError
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
-from distflow.pipelines.nodes import embodied_rewards
+from distflow.pipelines.nodes.simulators_and_srpo import embed, embodied_sampling, simulator_columns, srpo_reward
 from distflow.pipelines.policy_gradient import estimate_advantages, prepare_training_data
 
 
@@ -18,10 +18,10 @@ def embodied_srpo_pipeline(config: Config | None = None) -> TaskGraph:
     pipeline = Pipeline("embodied_grpo_training_pipeline", "GRPO in a simulator, with rewards of SRPO")
     pipeline.add_node("rollout_actor", nodes.run_workflow)
     pipeline.add_node("function_reward", nodes.take_scores)
-    pipeline.add_node("simulator_columns", embodied_rewards.simulator_columns)
-    pipeline.add_node("embodied_sampling", embodied_rewards.embodied_sampling, ["simulator_columns"], validates=False)
-    pipeline.add_node("embedding", embodied_rewards.embed, ["embodied_sampling"], validates=False)
-    pipeline.add_node("compute_reward", embodied_rewards.srpo_reward, ["embedding"], plane="training")
+    pipeline.add_node("simulator_columns", simulator_columns)
+    pipeline.add_node("embodied_sampling", embodied_sampling, ["simulator_columns"], validates=False)
+    pipeline.add_node("embedding", embed, ["embodied_sampling"], validates=False)
+    pipeline.add_node("compute_reward", srpo_reward, ["embedding"], plane="training")
     prepare_training_data(pipeline, config)
     estimate_advantages(pipeline, config)
     pipeline.add_node("actor_train", nodes.train_actor)
