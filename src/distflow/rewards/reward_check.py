@@ -27,8 +27,16 @@ from distflow.rewards.pool.domain_pools import (
 )
 from distflow.rewards.pool.pool import Pool, RewardPool
 from distflow.rewards.reward_functions import PARAMETERS, PROMPT, call_arguments, target_of
-from distflow.rewards.reward_results import ACC, RIGHT, RewardResult, Score, Timeout, own_reward_result, scored_right
-from distflow.rewards.self_check import why
+from distflow.rewards.reward_results import (
+    ACC,
+    RIGHT,
+    RewardResult,
+    Score,
+    Timeout,
+    own_reward_result,
+    scored_right,
+    why,
+)
 
 OWN = "own response"
 FORMS: Mapping[str, str] = {

@@ -311,6 +311,8 @@ def test_a_function_that_cannot_be_loaded_is_the_users_error(tmp_path, source, m
 def test_workers_import_no_torch_and_asyncio_only_for_functions_that_need_it():
     code = """
         import sys, distflow.rewards.pool.worker
+        from distflow.rewards.reward_functions import FAILS_TARGET, load_reward
+        load_reward(FAILS_TARGET)  # in every pool
         print("asyncio" in sys.modules)
         import distflow.rewards.math.reward
         print("torch" in sys.modules)
