@@ -61,13 +61,16 @@ class HarborWorkflow:
             raise UserError(f"the row has no column '{HARBOR}': the data of this workflow must be a folder of tasks")
         task = read_task_folder(Path(str(found["folder"])))
         shell = Shell(task.workdir, task.memory_mb)
+        loop = asyncio.get_running_loop()
+        copying = loop.run_in_executor(None, _copy, task.folder / "environment", shell.files)
         try:
             with chat.clock_stopped():
-                await asyncio.to_thread(_copy, task.folder / "environment", shell.files)
+                await asyncio.shield(copying)
             await self._solve(chat, row, task, shell)
             with chat.clock_stopped("tests of the task"):
                 return await _verify(task, shell)
         finally:
+            await asyncio.wait((copying,))  # a thread that copies on would make the folder anew
             await asyncio.to_thread(shell.close)
 
     async def _solve(self, chat: Chat, row: Row, task: Task, shell: Shell) -> None:

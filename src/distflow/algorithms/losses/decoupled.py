@@ -110,8 +110,6 @@ def check_options(
 ) -> None:
     """Raises ValueError for invalid options."""
     check_dual_clip(clip_ratio_c)
-    if behav_imp_weight_mode not in ("mask", "clamp", "disabled"):
-        raise ValueError(f"behav_imp_weight_mode must be mask, clamp or disabled, not '{behav_imp_weight_mode}'")
     if behav_imp_weight_mode == "disabled" and rejection_sampling is not None:
         raise ValueError("rejection_sampling computes the weights that behav_imp_weight_mode=disabled turns off")
     if rejection_sampling is not None:

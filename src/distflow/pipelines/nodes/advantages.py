@@ -24,7 +24,7 @@ from distflow.algorithms.normalization_filters_and_weights import (
     share_right,
     with_mean_one,
 )
-from distflow.algorithms.registry import AdvEstimator, check_choices, check_options, find_adv_est, find_policy_loss
+from distflow.algorithms.registry import AdvEstimator, check_options, converted, find_adv_est, find_policy_loss
 from distflow.config import Config
 from distflow.config.derived_settings import find_estimator, reward_functions
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
@@ -216,7 +216,6 @@ def compute_advantage(config: Config) -> Callable[..., object]:
     free = [name for name in estimator.options if name not in dir(settings)]
     what = f"estimator '{estimator.name}' (algorithm.adv_estimator_kwargs)"
     check_options(what, kwargs, free)
-    check_choices(what, estimator.fn, kwargs)
     derived: dict[str, object] = {}
     if "reward_weights" in estimator.options:
         models = {name: model.weight for name, model in scoring_models(config.reward_model).items()}
@@ -224,7 +223,7 @@ def compute_advantage(config: Config) -> Callable[..., object]:
         derived["reward_weights"] = {name: {part.name: part.weight for part in own} | models for name, own in functions}
     if "whiten" in estimator.options and is_on(settings.adv_norm):
         derived["whiten"] = False
-    options = {**derived, **kwargs}
+    options = {**derived, **converted(what, kwargs, estimator.fn)}
     fn = estimator.fn if is_ours(estimator.fn) else _finite(estimator)
     return by_agent(partial(fn, **options) if options else fn, config)
 
