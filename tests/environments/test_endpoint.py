@@ -263,6 +263,10 @@ def test_completions_continue_a_text(begin: Any) -> None:
     first = create(model="x", prompt="1 + 1 =", logprobs=0)
     assert first.choices[0].text == "two"
     assert first.choices[0].logprobs.token_logprobs == list(episode.chat.segments[1].log_probs)
+    streamed = begin(SAID)
+    chunks = [*streamed.openai.completions.create(model="x", prompt="1 + 1 =", logprobs=0, stream=True)]
+    (log_probs,) = [each.logprobs.token_logprobs for chunk in chunks for each in chunk.choices if each.logprobs]
+    assert log_probs == list(streamed.chat.segments[1].log_probs) and len(log_probs) > 2
     chunks = create(model="x", prompt="1 + 1 =two; 2 + 2 =", max_tokens=50, stop="!", stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == "four"
     episode.check_exact()

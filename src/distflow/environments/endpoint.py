@@ -153,7 +153,8 @@ class Endpoint:
                 )
             body, call = _read(wire, body, session.responses)
             pieces, head = _Pieces(), _head(body)
-            if body.get("stream") and call.n == 1 and body.get("logprobs") in (None, False):
+            wants_log_probs = body.get("logprobs") is not None and body["logprobs"] is not False  # 0 wants them too
+            if body.get("stream") and call.n == 1 and not wants_log_probs:
                 call = replace(call, told=pieces.tell)
             asked = [session.submit(replace(call, choice=i)) for i in range(call.n)]
             answering = asyncio.ensure_future(_awaited(request, asked))

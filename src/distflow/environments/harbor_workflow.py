@@ -112,15 +112,14 @@ def _copy(source: Path, target: Path) -> None:
 
 async def _verify(task: Task, shell: Shell) -> Mapping[str, float]:
     """The rewards that the task's tests write. Raises RuntimeError if they write none."""
-    with shell.folder() as verifier:
-        mounts = (("--ro-bind", task.folder / "tests", "/tests"), ("--bind", verifier, "/logs/verifier"))
-        command = ("/bin/bash", "/tests/test.sh")
-        ran = await shell.run(command, task.verifier_s, _REWARD_BYTES, task.verifier_env, mounts)
-        if ran.exit_code is None:
-            raise RuntimeError(f"tests/test.sh of {task.folder} did not end within {task.verifier_s:g} s")
-        for name in ("reward.json", "reward.txt"):
-            if (text := _written(verifier / name)) is not None:
-                return _rewards(text, name, task, ran)
+    verifier = shell.folder()
+    mounts = (("--ro-bind", task.folder / "tests", "/tests"), ("--bind", verifier, "/logs/verifier"))
+    ran = await shell.run(("/bin/bash", "/tests/test.sh"), task.verifier_s, _REWARD_BYTES, task.verifier_env, mounts)
+    if ran.exit_code is None:
+        raise RuntimeError(f"tests/test.sh of {task.folder} did not end within {task.verifier_s:g} s")
+    for name in ("reward.json", "reward.txt"):
+        if (text := _written(verifier / name)) is not None:
+            return _rewards(text, name, task, ran)
     raise RuntimeError(f"tests/test.sh of {task.folder} wrote no /logs/verifier/reward.txt: {_end(ran)}")
 
 
