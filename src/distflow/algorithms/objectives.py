@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import huber_loss, logsigmoid
 
 from distflow.algorithms.advantages.group_estimator_base import action_index, sum_by_turn
-from distflow.algorithms.kl import check_token_kl_type, kl_estimate
+from distflow.algorithms.kl import check_kl_type, kl_estimate
 from distflow.algorithms.masked_reductions import (
     as_stat,
     check_scale,
@@ -138,7 +138,7 @@ class PolicyObjective(_Objective):
         self.policy_loss = find_policy_loss(self.loss) if isinstance(self.loss, str) else self.loss
         self.options = self.policy_loss.call_options(self.options)
         if self.kl_loss_type is not None:
-            self.kl_loss_type = check_token_kl_type(self.kl_loss_type)
+            self.kl_loss_type = check_kl_type(self.kl_loss_type)
         threshold = self.off_policy_mask_threshold
         if threshold is not None and not threshold > 0:
             raise ValueError(f"off_policy_mask_threshold must be positive (nats a token, e.g. 0.5), not {threshold}")

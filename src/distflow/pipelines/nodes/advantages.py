@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages.group_estimator_base import Groups, on_last_token, sample_scores
-from distflow.algorithms.kl import KLController, KLMean
+from distflow.algorithms.kl import KLMean, adapted_coefficient
 from distflow.algorithms.kl import apply_kl_penalty as penalise
 from distflow.algorithms.masked_reductions import masked_whiten
 from distflow.algorithms.normalization_filters_and_weights import (
@@ -174,7 +174,6 @@ def subtract_kl(
 ) -> NodeOutput:
     """Subtract the KL penalty from rewards. The coefficient is the node's state, so a resumed run continues with it."""
     coefficient = float(ctx.state.get("value", kl_coef))
-    controller = KLController(coefficient, target_kl, horizon)
     rewards, kl = penalise(
         token_level_rewards,
         old_log_probs,
@@ -186,8 +185,10 @@ def subtract_kl(
         mean=mean,
         reduce=reduce,
     )
-    controller.update(kl, int(reduce.sum(float(len(valid)))))
-    ctx.state["value"] = controller.value
+    num_samples = int(reduce.sum(float(len(valid))))
+    ctx.state["value"] = coefficient
+    if target_kl is not None:
+        ctx.state["value"] = adapted_coefficient(coefficient, kl, num_samples, target_kl, horizon)
     metrics = {"actor/reward_kl_penalty": kl, "actor/kl_coef": coefficient}
     return NodeOutput({"token_level_rewards": rewards}, metrics)
 
