@@ -4,11 +4,11 @@ import weakref
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from distflow.environments.chat import Chat, Reply
-from distflow.environments.tool_calls import FORMATS, ToolCall, find_tool_calls, format_of
-from distflow.environments.tools import Entry, Tools
+from distflow.environments.tool_calls import ToolCall, check_format, find_tool_calls, format_of
+from distflow.environments.tools import Entry, EpisodeTools, Tools
 from distflow.environments.user_process import MadeByOptions, options_of
 from distflow.environments.workflows import Rewarded, RewardFn, Row
-from distflow.errors import UserError, hint
+from distflow.errors import UserError
 
 
 class ToolWorkflow(MadeByOptions):
@@ -40,7 +40,7 @@ class ToolWorkflow(MadeByOptions):
     async def __call__(self, chat: Chat, row: Row, reward_fn: RewardFn) -> Rewarded:
         template = chat.tokens.tool_template(self._tools.schemas)
         format = self._format or format_of(template)
-        with self._tools.episode(row.prompt, row.ground_truth) as episode:
+        with EpisodeTools(self._tools, (row.prompt, row.ground_truth)) as episode:
             try:
                 reply = await chat.ask(row.prompt, tools=self._tools.schemas)
                 await answer_calls(chat, reply, format, self._max_turns, episode.run, self._tools.parameters)
@@ -75,9 +75,3 @@ async def answer_calls(
             for call, id, text in zip(calls, ids, texts, strict=True)
         ]
         reply = await chat.ask(answers)
-
-
-def check_format(format: str | None) -> None:
-    """Raises UserError."""
-    if format is not None and format not in FORMATS:
-        raise UserError(f"workflow_kwargs.format={format}: no such format of tool calls{hint(format, FORMATS)}")

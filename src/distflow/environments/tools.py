@@ -62,10 +62,6 @@ class Tools:
             limits = DEFAULT_LIMITS._replace(wall_s=timeout_s, cpu_s=_SESSION_CPU_S, output_bytes=4 * max_characters)
             self.sandbox = Sandbox(limits)
 
-    def episode(self, *identity: object) -> "EpisodeTools":
-        """identity: seeds what the tools draw."""
-        return EpisodeTools(self, identity)
-
     def close(self) -> None:
         self.server.close()
         if self.sandbox is not None:
@@ -77,6 +73,7 @@ class EpisodeTools:
     time."""
 
     def __init__(self, tools: Tools, identity: Sequence[object]) -> None:
+        """identity: seeds what the tools draw."""
         self._tools, self._identity = tools, identity
         self._process: UserProcess | None = None
         self._session: Session | None = None
