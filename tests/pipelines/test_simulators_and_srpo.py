@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from distflow.config import preset_config
+from distflow.config import Config, preset_config
+from distflow.config.keys.algorithm import EmbodiedSamplingConfig
 from distflow.config.keys.schema import with_values
 from distflow.data.images import keep_pixels
 from distflow.errors import UserError
@@ -19,13 +20,6 @@ from distflow.pipelines.nodes import simulators_and_srpo
 from distflow.training.engine import OneRank
 from tests.pipelines.srpo_ranks import NUMBER, episodes, shaped
 from tests.ranks import run_ranks
-
-BOUNDS = {
-    "filter_accuracy": True,
-    "accuracy_lower_bound": 0.25,
-    "accuracy_upper_bound": 0.75,
-    "filter_truncated": False,
-}
 
 
 @pytest.mark.parametrize(
@@ -37,15 +31,17 @@ BOUNDS = {
         ([1, 1, 1, 1], [1, 1, 1, 1], {}, simulators_and_srpo.TOO_EASY),
         ([1, 1, 1, 0], [1, 1, 1, 0], {}, simulators_and_srpo.TOO_EASY),
         ([0, 0, 0, 0], [1, 1, 1, 1], {"filter_accuracy": False}, None),
+        ([1, 1, 1, 1], [1, 1, 1, 1], {"filter_accuracy": False}, None),
         ([1, 0, 0, 0], [1, 1, 1, 1], {"filter_truncated": True}, simulators_and_srpo.TRUNCATED),
         ([1, 0, 0, 0], [1, 1, 1, 0], {"filter_truncated": True}, None),
     ],
 )
 def test_groups_are_kept_by_their_share_of_successes(won: Any, valid: Any, changes: Any, reason: str | None) -> None:
     truncated = torch.tensor([False, False, False, True])
-    found = simulators_and_srpo.keep_group(
-        torch.tensor(won).bool(), truncated, torch.tensor(valid).bool(), **{**BOUNDS, **changes}
-    )
+    options = {"filter_accuracy": True, "filter_truncated": False, **changes}
+    sampling = EmbodiedSamplingConfig(accuracy_lower_bound=0.25, accuracy_upper_bound=0.75, **options)
+    keep_group: Any = simulators_and_srpo.embodied_sampling(Config(embodied_sampling=sampling))
+    found = keep_group(torch.tensor(won).bool(), truncated, torch.tensor(valid).bool())
     assert found == (None if reason is None else Drop(reason))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages.group_estimator_base import Groups, on_last_token, sample_scores
-from distflow.algorithms.kl import KLMean, adapted_coefficient
+from distflow.algorithms.kl import adapted_coefficient
 from distflow.algorithms.kl import apply_kl_penalty as penalise
 from distflow.algorithms.masked_reductions import masked_whiten
 from distflow.algorithms.normalization_filters_and_weights import (
@@ -140,24 +140,9 @@ def clip_rewards(
     return NodeOutput({"token_level_rewards": clipped}, metrics, float(valid.sum()))
 
 
-@node_factory
-@node(role=NodeRole.REWARD, writes="token_level_rewards")
-@by_domain(lambda algorithm: algorithm.use_kl_in_reward)
-def apply_kl_penalty(config: Config) -> Callable[..., object]:
-    """Rewards minus the KL to the reference, with a coefficient that may adapt (arXiv:1909.08593)."""
-    control, adapts = config.algorithm.kl_ctrl, config.algorithm.kl_ctrl.type == "adaptive"
-    return partial(
-        subtract_kl,
-        kl_penalty=config.algorithm.kl_penalty,
-        kl_coef=control.kl_coef,
-        target_kl=control.target_kl if adapts else None,
-        horizon=control.horizon or 1,
-        mean=control.mean,  # type: ignore[arg-type]  # the config checks it
-    )
-
-
+@algorithm_node(lambda algorithm: algorithm.use_kl_in_reward)
 @node(writes="token_level_rewards", role=NodeRole.REWARD)
-def subtract_kl(
+def apply_kl_penalty(
     token_level_rewards: Tensor,
     old_log_probs: Tensor,
     ref_log_prob: Tensor,
@@ -167,13 +152,11 @@ def subtract_kl(
     reduce: Collective,
     *,
     kl_penalty: str,
-    kl_coef: float,
-    target_kl: float | None,
-    horizon: int,
-    mean: KLMean,
+    kl_ctrl: Mapping[str, Any],
 ) -> NodeOutput:
-    """Subtract the KL penalty from rewards. The coefficient is the node's state, so a resumed run continues with it."""
-    coefficient = float(ctx.state.get("value", kl_coef))
+    """Rewards minus the KL to the reference, with a coefficient that may adapt (arXiv:1909.08593). The coefficient is
+    the node's state, so a resumed run continues with it."""
+    coefficient = float(ctx.state.get("value", kl_ctrl["kl_coef"]))
     rewards, kl = penalise(
         token_level_rewards,
         old_log_probs,
@@ -182,13 +165,13 @@ def subtract_kl(
         valid,
         kl_coef=coefficient,
         kl_penalty=kl_penalty,
-        mean=mean,
+        mean=kl_ctrl["mean"],
         reduce=reduce,
     )
-    num_samples = int(reduce.sum(float(len(valid))))
-    ctx.state["value"] = coefficient
-    if target_kl is not None:
-        ctx.state["value"] = adapted_coefficient(coefficient, kl, num_samples, target_kl, horizon)
+    num_samples, ctx.state["value"] = int(reduce.sum(float(len(valid)))), coefficient
+    if kl_ctrl["type"] == "adaptive":
+        target, horizon = kl_ctrl["target_kl"], kl_ctrl["horizon"]
+        ctx.state["value"] = adapted_coefficient(coefficient, kl, num_samples, target, horizon)
     metrics = {"actor/reward_kl_penalty": kl, "actor/kl_coef": coefficient}
     return NodeOutput({"token_level_rewards": rewards}, metrics)
 

@@ -47,7 +47,6 @@ def score_proximal(batch: Batch, actor: Scorer) -> NodeOutput:
     return NodeOutput(written, *_entropy(scored, batch))
 
 
-@node(writes="old_log_probs", role=NodeRole.ACTOR)
 def take_rollouts(rollout_log_probs: Tensor) -> Tensor:
     """The rollout engine's log-probs as the old ones."""
     return rollout_log_probs
