@@ -1,4 +1,4 @@
-"""The adversary: trivial responses, and which of them a reward function scores like the row's answer."""
+"""Trivial responses, and which of them a reward function scores like the row's answer."""
 
 import asyncio
 import builtins

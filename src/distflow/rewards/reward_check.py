@@ -179,7 +179,7 @@ class Kind:
 class CheckResult:
     """answers: rows with an answer that can be written. read: how many of them were found, by form.
 
-    kinds: by name. seconds: of each call. cheap: lines on responses that get points for no work (`adversary`).
+    kinds: by name. seconds: of each call. cheap: lines on responses that get points for no work (`find_cheap`).
     num_hangs: calls that timed out; `_MOST_HANGS` of them end the check if they are half of all.
     """
 

@@ -65,7 +65,7 @@ class Overlong(NamedTuple):
 class RewardOutcome:
     """The result for a sample, and the unweighted results of its parts by name.
 
-    accuracy: 1 is correct, whatever the score (see `score.accuracy`); 0 if there is no score.
+    accuracy: 1 is correct, whatever the score (see `reward_results.accuracy`); 0 if there is no score.
     """
 
     reward_result: RewardResult

@@ -7,11 +7,7 @@ from torch import Tensor
 
 from distflow.algorithms.mismatch_check import Tolerance, causes
 from distflow.algorithms.registry import is_decoupled
-from distflow.algorithms.rollout_correction import (
-    compute_rejection_mask,
-    compute_rollout_weights,
-    mismatch_statistics,
-)
+from distflow.algorithms.rollout_correction import compute_rejection_mask, compute_rollout_weights, mismatch_statistics
 from distflow.config import Config
 from distflow.config.keys.algorithm import spread
 from distflow.data.batch import Batch
