@@ -107,7 +107,7 @@ def test_gae_whitens_unless_its_advantages_are_normalised_by_another_rule() -> N
         ("gpg", "alpha_counts=reward", "'groups' \\| 'rewards'"),
         ("gdpo", "whiten_over=sample", "'tokens' \\| 'samples'"),
         ("gpg", "f_norm=two", "float"),
-        ("gae", "over_turns='false'", "bool"),
+        ("gpg", "f_norm='2'", "float; write it without quotes"),
     ],
 )
 def test_an_option_of_an_estimator_has_its_type(estimator: str, option: str, choices: str) -> None:
