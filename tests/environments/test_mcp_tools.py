@@ -13,8 +13,7 @@ import pytest
 
 from distflow.environments.mcp_tools import mcp_schemas
 from distflow.environments.tool_calls import ToolCall
-from distflow.environments.tool_workflow import ToolWorkflow
-from distflow.environments.tools import EpisodeTools, Tools
+from distflow.environments.tools import EpisodeTools, Tools, ToolWorkflow
 from distflow.errors import UserError
 from tests.environments.test_tools import answers
 from tests.patience import at_some_deadline, is_running, wait_until
