@@ -79,11 +79,9 @@ class _Objective:
     """The common part of the train engines' `LossFn`."""
 
     def counts(self, batch: Batch) -> Counts:
-        """Tokens and sequences under `loss_mask`, and rows."""
         return loss_counts(batch["loss_mask"])
 
     def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
-        """Metrics of the mini-batch."""
         tokens = max(counts["tokens"], 1.0)
         return {
             name.removeprefix(_PER_TOKEN): value / tokens if name.startswith(_PER_TOKEN) else value
@@ -167,7 +165,6 @@ class PolicyObjective(_Objective):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The columns that a mini-batch must have."""
         extra = ("ref_log_prob",) if self.kl_loss_type else ()
         weights = (self.weights_field,) if self.weights_field and not self.weights_optional else ()
         masked = ("advantages", "rollout_log_probs") if self.off_policy_mask_threshold is not None else ()

@@ -138,7 +138,6 @@ class JudgeCache:
             raise self._unusable(error) from None
 
     def find(self, key: str) -> str | None:
-        """The answer to the request with that key."""
         row = self._do("SELECT content FROM answers WHERE key = ?", key).fetchone()
         return None if row is None else str(row[0])
 
@@ -167,7 +166,6 @@ class JudgeCache:
         self._do("UPDATE spent SET tokens = tokens + ?", tokens)
 
     def spent(self) -> tuple[int, int]:
-        """Calls and tokens so far."""
         calls, tokens = self._do("SELECT calls, tokens FROM spent").fetchone()
         return int(calls), int(tokens)
 

@@ -127,7 +127,6 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         self.close()
 
     def close(self) -> None:
-        """Kill the worker processes."""
         self.pools.close()
 
     def functions_of(self, domain: str) -> Sequence[RewardPart]:

@@ -205,7 +205,6 @@ def check_result(result: ChunkResult, num_actions: int) -> None:
 
 
 def to_json(seen: Observation) -> dict[str, Any]:
-    """The observation as JSON values."""
     images = {
         name: [list(image.shape), base64.b64encode(np.ascontiguousarray(image).tobytes()).decode()]
         for name, image in seen.images.items()
@@ -214,7 +213,6 @@ def to_json(seen: Observation) -> dict[str, Any]:
 
 
 def from_json(seen: Mapping[str, Any]) -> Observation:
-    """The observation of `to_json`."""
     images = {
         name: np.frombuffer(base64.b64decode(content), np.uint8).reshape(shape)
         for name, (shape, content) in seen["images"].items()

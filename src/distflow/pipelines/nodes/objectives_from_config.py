@@ -128,7 +128,6 @@ def loss_terms(config: Config) -> tuple[str, ...]:
 
 
 def value_objective(config: Config) -> ValueObjective:
-    """The critic's loss."""
     critic = config.critic
     return ValueObjective(
         critic.cliprange_value,

@@ -183,7 +183,6 @@ def _embedding_of(paths: Sequence[str], embedder: Callable[[NDArray[np.uint8]], 
 @node_factory
 @node(role=NodeRole.REWARD, writes=("token_level_rewards", "srpo_distance", "reward_parts"))
 def srpo_reward(config: Config) -> Callable[..., object]:
-    """The node for the settings of `srpo`."""
     return partial(shape_rewards, settings=srpo_settings(config))
 
 
