@@ -29,6 +29,7 @@ from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.code.reward import score_program
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
+from distflow.rewards.reward_functions import FAILS_TARGET
 from distflow.rewards.reward_results import RewardResult, Score
 from distflow.sandbox.sandbox import LEVELS, Sandbox
 
@@ -116,7 +117,7 @@ async def ask_one(pool: RewardPool, name: str, response: str, ground_truth: obje
 async def measure(work: Work, num_workers: int, num_verdicts: int) -> tuple[float, float]:
     """Verdicts per second, seconds of start-up."""
     began = time.monotonic()
-    pool = await asyncio.to_thread(PoolSettings({"work": work.target}, num_workers, TIMEOUT_S).start)
+    pool = await asyncio.to_thread(RewardPool, PoolSettings({"work": work.target}, num_workers, TIMEOUT_S))
     try:
         while len(pool._living) < num_workers:
             await ask(pool, work, 2 * num_workers)
@@ -130,8 +131,7 @@ async def measure(work: Work, num_workers: int, num_verdicts: int) -> tuple[floa
 async def longest_beside_a_hang(work: Work, hang: tuple[str, str, object] | None, number: int = 100) -> float:
     """Milliseconds that the slowest of so many verdicts took, asked for one after another while `hang` (function,
     response, ground truth) holds the other of two processes."""
-    functions = {"work": work.target, "hang": "distflow.rewards.self_check:hang"}
-    pool = await asyncio.to_thread(PoolSettings(functions, 2, TIMEOUT_S).start)
+    pool = await asyncio.to_thread(RewardPool, PoolSettings({"work": work.target, "hang": FAILS_TARGET}, 2, TIMEOUT_S))
     try:
         while len(pool._living) < 2:
             await ask(pool, work, 4)
@@ -162,7 +162,7 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for name, each in work.items():
             for num_workers in (1, 2):
-                measured = asyncio.run(measure(each, num_workers, arguments.reward_results))
+                measured = asyncio.run(measure(each, num_workers, arguments.verdicts))
                 found.setdefault((name, num_workers), []).append(measured)
     print("| verdicts a second | 1 process | 2 | start of 1, s | of 2 | share of 1,024 verdicts |")
     print("|---|---|---|---|---|---|")
@@ -176,7 +176,7 @@ def main() -> None:
         "\n| slowest of 100 verdicts, ms | alone | beside a hang in C | beside an endless pipeline |\n|---|---|---|---|"
     )
     for name, each in work.items():
-        hangs = (None, ("hang", "", None), endless if "code" in name else None)
+        hangs = (None, ("hang", "hang", None), endless if "code" in name else None)
         alone, in_c, pipeline = (asyncio.run(longest_beside_a_hang(each, hang)) for hang in hangs)
         print(f"| {name} | {alone:.0f} | {in_c:.0f} | {f'{pipeline:.0f}' if 'code' in name else ''} |")
 

@@ -157,7 +157,7 @@ def test_debts_only_shrink() -> None:
 
 
 def test_no_run_of_text_imports_what_acts() -> None:
-    names = ("simulators", "nodes.embodied_rewards", "pipelines.embodied", "audit.acting", "algorithms.srpo")
+    names = ("simulators", "nodes.simulators_and_srpo", "pipelines.embodied_srpo", "audit.acting", "algorithms.srpo")
     code = (
         "import sys, distflow.cli, distflow.launch.one_process_launcher, distflow.audit.all_checks, "
         "distflow.launch.make_spec, distflow.pipelines.grpo, distflow.environments.workflows\n"

@@ -15,7 +15,7 @@ from distflow.environments.chat import Chat
 from distflow.environments.simulators import workflow
 from distflow.errors import TrustError
 from distflow.observe.run_reader import read_samples
-from distflow.pipelines.nodes import embodied_rewards
+from distflow.pipelines.nodes import simulators_and_srpo
 from tests.e2e.runs import Playground, Run
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_vision_models import write_tiny_llava
@@ -128,7 +128,7 @@ def test_a_ratio_of_another_level_is_found(playground: Playground, monkeypatch: 
 
 @pytest.mark.slow
 def test_rewards_of_another_level_are_found(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embodied_rewards, "reward_unit", lambda earned, scores: 0.75)
+    monkeypatch.setattr(simulators_and_srpo, "reward_unit", lambda earned, scores: 0.75)
     with pytest.raises(TrustError, match="token_level_scores"):
         playground.run(
             "grpo",
@@ -191,12 +191,12 @@ def test_the_policy_must_see_the_last_observation(playground: Playground, monkey
 
 @pytest.mark.slow
 def test_rewards_must_be_those_of_the_formula(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = embodied_rewards.srpo_rewards
+    right = simulators_and_srpo.srpo_rewards
 
     def halved(*given: Any) -> list[SrpoReward]:
         found = right(*given)
         return [SrpoReward(each.reward / 2, *list(vars(each).values())[1:]) for each in found]
 
-    monkeypatch.setattr(embodied_rewards, "srpo_rewards", halved)
+    monkeypatch.setattr(simulators_and_srpo, "srpo_rewards", halved)
     with pytest.raises(TrustError, match="SRPO gives sample"):
         playground.run("embodied_srpo", *ACTS, options())

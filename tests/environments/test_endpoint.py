@@ -136,6 +136,17 @@ def test_responses_continue_earlier_ones_by_their_id(begin: Any, streams: bool) 
     assert not other.engine.asked
 
 
+def test_each_item_is_kept_once_for_a_client_that_sends_the_whole_history(begin: Any) -> None:
+    """Otherwise the memory of an episode would grow with the square of its turns."""
+    episode, items = begin("two", "four", "six", "eight"), list[Any]()
+    for number in range(1, 5):
+        items.append({"role": "user", "content": f"What is {number} + {number}?"})
+        items += [item.model_dump() for item in episode.openai.responses.create(model="x", input=items).output]
+    kept = [item for response in episode.session.responses.values() for item in response]
+    assert [len(response) for response in episode.session.responses.values()] == [2, 4, 6, 8]
+    assert len({*map(id, kept)}) == len({*kept}) < len(kept)
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_tools_of_anthropic(begin: Any, streams: bool) -> None:
     episode = begin(f"Let me see. {CALLS}", "2 END")
@@ -252,6 +263,10 @@ def test_completions_continue_a_text(begin: Any) -> None:
     first = create(model="x", prompt="1 + 1 =", logprobs=0)
     assert first.choices[0].text == "two"
     assert first.choices[0].logprobs.token_logprobs == list(episode.chat.segments[1].log_probs)
+    streamed = begin(SAID)
+    chunks = [*streamed.openai.completions.create(model="x", prompt="1 + 1 =", logprobs=0, stream=True)]
+    (log_probs,) = [each.logprobs.token_logprobs for chunk in chunks for each in chunk.choices if each.logprobs]
+    assert log_probs == list(streamed.chat.segments[1].log_probs) and len(log_probs) > 2
     chunks = create(model="x", prompt="1 + 1 =two; 2 + 2 =", max_tokens=50, stop="!", stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == "four"
     episode.check_exact()

@@ -1,8 +1,12 @@
 """The workflow `harbor`: a scripted policy over task folders, and a real run whose episodes run commands and tests."""
 
 import asyncio
+import contextlib
 import pickle
 import tempfile
+import threading
+import time
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -124,6 +128,27 @@ def test_tests_that_fail_are_an_error_and_no_reward(tmp_path: Path, test: str, w
     with pytest.raises(RuntimeError, match=why):
         play(task, ["done"])
     assert left() == before
+
+
+def test_a_folder_that_was_being_copied_is_removed_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = threading.Event()
+
+    def copy(source: Path, target: Path) -> None:
+        copies.set()
+        time.sleep(0.2)
+        (target / "more").mkdir(parents=True)
+
+    async def play_and_cancel() -> None:
+        row = Row(Prompt("ask", (1,)), extra_info={HARBOR: {"folder": str(make(tmp_path / "task"))}})
+        chat: Any = types.SimpleNamespace(clock_stopped=contextlib.nullcontext)
+        playing = asyncio.ensure_future(object.__new__(HarborWorkflow)(chat, row))
+        await asyncio.to_thread(copies.wait)
+        playing.cancel()
+        await asyncio.wait((playing,))
+
+    monkeypatch.setattr("distflow.environments.harbor_workflow._copy", copy)
+    asyncio.run(play_and_cancel())
+    assert not left()
 
 
 def test_rows_of_other_data_are_refused(tmp_path: Path) -> None:

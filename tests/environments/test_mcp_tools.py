@@ -13,8 +13,7 @@ import pytest
 
 from distflow.environments.mcp_tools import mcp_schemas
 from distflow.environments.tool_calls import ToolCall
-from distflow.environments.tool_workflow import ToolWorkflow
-from distflow.environments.tools import Tools
+from distflow.environments.tools import EpisodeTools, Tools, ToolWorkflow
 from distflow.errors import UserError
 from tests.environments.test_tools import answers
 from tests.patience import at_some_deadline, is_running, wait_until
@@ -67,7 +66,7 @@ def test_a_server_runs_for_the_episode_and_its_failures_are_told() -> None:
 
 def test_a_server_that_hangs_or_dies_ends_and_the_episode_goes_on(tmp_path: Path) -> None:
     async def run(tools: Tools) -> list[str]:
-        with tools.episode("a seed") as episode:
+        with EpisodeTools(tools, ("a seed",)) as episode:
             first = await episode.run(ToolCall("dies"))
             hung = await episode.run(ToolCall("hangs", {"file": str(tmp_path / "pid")}))
             return [first, hung, await episode.run(ToolCall("add", {"amount": 3}))]

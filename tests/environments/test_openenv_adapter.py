@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from distflow.environments.environment_adapters import OpenEnv
 from distflow.environments.environment_workflow import EnvironmentWorkflow
 from distflow.environments.user_process import CallFailed
 from distflow.errors import UserError
@@ -92,6 +94,24 @@ def test_a_run_trains_and_its_audit_passes(url: str, tmp_path: Path) -> None:
     )
     assert len(run.metrics()) == 2
     assert all("turns" in audit["proven"] for audit in run.audits())
+
+
+@pytest.mark.parametrize("said", [b"", b"hello\r\n"])
+def test_a_server_that_speaks_no_http_is_named_at_the_start(said: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            with listening.accept()[0] as peer:
+                peer.recv(2**16)
+                peer.sendall(said)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        env = object.__new__(OpenEnv)
+        env._url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(UserError, match="no server of OpenEnv answers at"):
+            env._schema()
+        thread.join()
 
 
 def test_an_address_where_nothing_answers_is_named_at_the_start() -> None:

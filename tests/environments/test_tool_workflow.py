@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.environments.chat import Chat, Limits, Prompt
-from distflow.environments.tool_workflow import ToolWorkflow
+from distflow.environments.tools import ToolWorkflow
 from distflow.environments.turn_encoding import TurnTokens
 from distflow.environments.workflows import Row
 from distflow.errors import UserError

@@ -47,7 +47,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tools]:
 
 def answers(tools: Tools, *calls: ToolCall) -> tuple[list[str], EpisodeTools]:
     async def run() -> tuple[list[str], EpisodeTools]:
-        with tools.episode("a seed") as episode:
+        with EpisodeTools(tools, ("a seed",)) as episode:
             return [await episode.run(call) for call in calls], episode
 
     return asyncio.run(run())
@@ -239,7 +239,7 @@ class HeldSandbox(Sandbox):
 @pytest.mark.parametrize("held", ["open", "call"])
 def test_a_session_that_a_cancelled_call_still_uses_is_closed_by_that_call(held: str) -> None:
     async def run(tools: Tools, sandbox: HeldSandbox) -> None:
-        with tools.episode() as episode:
+        with EpisodeTools(tools, ()) as episode:
             call = asyncio.ensure_future(episode.run(ToolCall("python", {"code": "1 + 1"})))
             await asyncio.to_thread(sandbox.reached.wait, 60)
             call.cancel()

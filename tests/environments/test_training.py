@@ -259,13 +259,28 @@ def test_each_domain_has_its_own_workflow_and_estimator(tmp_path: Path) -> None:
             assert [turn for turn in turns if turn >= 0] == [0, 1] and float(batch["scores"][row]) in range(5)
 
 
-def test_a_domain_without_a_workflow_is_named(playground: Playground) -> None:
+SEVERAL = """
+import types
+
+class Both:
+    gconfig = types.SimpleNamespace(n_samples=2)
+
+    async def arun_episode(self, engine, data): ...
+
+workflow = Both()
+"""
+
+
+def test_a_domain_without_a_suitable_workflow_is_named(tmp_path: Path) -> None:
     found = load_workflow("by_domain", {"math": "single_turn"})
     with pytest.raises(ChatError, match="the domain 'code' has no workflow: add it to .*_kwargs, or add default"):
         asyncio.run(found(None, Row(Prompt("1+1=", (1,)), domain="code"), None))  # type: ignore[arg-type,unused-ignore]
     for options, said in (({}, "for each domain"), ({"math": {"max_turns": 2}}, "name the workflow")):
         with pytest.raises(UserError, match=said):
             load_workflow("by_domain", options)
+    several = (tmp_path / "several.py").write_text(SEVERAL) and f"{tmp_path}/several.py:workflow"
+    with pytest.raises(UserError, match="_kwargs.math: 'workflow' returns 2 samples; set n_samples=1"):
+        load_workflow("by_domain", {"math": several, "default": "single_turn"})
 
 
 def saved(run: Any) -> Batch:

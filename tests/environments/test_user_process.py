@@ -16,10 +16,10 @@ from tests.patience import is_running, wait_until
 RUN = """
 import asyncio, sys
 from distflow.environments.tool_calls import ToolCall
-from distflow.environments.tools import Tools
+from distflow.environments.tools import EpisodeTools, Tools
 
 async def episode(tools, file):
-    with tools.episode() as own:
+    with EpisodeTools(tools, ()) as own:
         await own.run(ToolCall("starts", {"file": file}))
         print(tools.server.pid, flush=True)
         await own.run(ToolCall("hangs"))

@@ -10,6 +10,7 @@ import torch
 
 from distflow.algorithms.registry import find_adv_est
 from distflow.config import Config, load_config
+from distflow.config.keys.algorithm import AlgorithmConfig, KLControlConfig
 from distflow.config.keys.reward import OnError
 from distflow.data.batch import Batch
 from distflow.data.encoded_prompts import PromptRow
@@ -17,7 +18,7 @@ from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.graph import Drop, NodeOutput
 from distflow.pipelines.nodes import compute_reward, dynamic_sampling, greedy_baseline, train_actor, train_critic
-from distflow.pipelines.nodes.advantages import subtract_kl
+from distflow.pipelines.nodes.advantages import apply_kl_penalty
 from distflow.pipelines.nodes.log_probs import score_policy, score_proximal
 from distflow.pipelines.nodes.rollout_reward_filter import generate, load_responses, reward_episodes, reward_samples
 from distflow.pipelines.nodes.updates import update
@@ -340,13 +341,14 @@ class TwoRanks(OneRank):
 def test_the_coefficient_of_the_kl_moves_by_the_samples_of_all_ranks_and_is_told_as_it_was_used() -> None:
     mask, state = torch.ones(2, 3), dict[str, Any]()
     arguments = (torch.zeros(2, 3), torch.zeros(2, 3), torch.full((2, 3), -1.0), mask, torch.tensor([True, True]))
-    options = {"kl_penalty": "kl", "kl_coef": 0.5, "target_kl": 0.1, "horizon": 100, "mean": "token"}
+    control = KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=0.1, horizon=100)
+    penalise: Any = apply_kl_penalty(Config(algorithm=AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=control)))
     ctx = replace(context(answered()), state=state)
     coefficient = 0.5
     for _ in range(2):
-        made = subtract_kl(*arguments, ctx, TwoRanks(), **options)  # type: ignore[arg-type]
+        made = penalise(*arguments, ctx, TwoRanks())
         assert made.metrics["actor/kl_coef"] == pytest.approx(coefficient)
-        assert made.batch["token_level_rewards"].tolist() == [[pytest.approx(-coefficient)] * 3] * 2  # type: ignore[index]
+        assert made.batch["token_level_rewards"].tolist() == [[pytest.approx(-coefficient)] * 3] * 2
         coefficient *= 1 + 0.2 * 4 / 100
     assert state == {"value": pytest.approx(coefficient)}
 

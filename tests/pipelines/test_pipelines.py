@@ -103,11 +103,16 @@ def test_gae_whitens_unless_its_advantages_are_normalised_by_another_rule() -> N
 
 @pytest.mark.parametrize(
     ("estimator", "option", "choices"),
-    [("gpg", "alpha_counts=reward", "groups or rewards"), ("gdpo", "whiten_over=sample", "tokens or samples")],
+    [
+        ("gpg", "alpha_counts=reward", "'groups' \\| 'rewards'"),
+        ("gdpo", "whiten_over=sample", "'tokens' \\| 'samples'"),
+        ("gpg", "f_norm=two", "float"),
+        ("gpg", "f_norm='2'", "float; write it without quotes"),
+    ],
 )
-def test_an_option_of_an_estimator_is_one_of_its_choices(estimator: str, option: str, choices: str) -> None:
+def test_an_option_of_an_estimator_has_its_type(estimator: str, option: str, choices: str) -> None:
     asked = (f"algorithm.adv_estimator={estimator}", f"+algorithm.adv_estimator_kwargs.{option}")
-    with pytest.raises((PipelineError, UserError), match=f"{option.split('=')[0]} must be {choices}"):
+    with pytest.raises((PipelineError, UserError), match=f"'{option.split('=')[0]}' of .* not of type {choices}"):
         bind(config("grpo", *asked, "reward.functions={default: [math, format]}"))
 
 

@@ -111,7 +111,7 @@ def test_a_mistake_is_refused(name: str, what: str, tmp_path: Path) -> None:
         ("reads_json", "JSONDecodeError"),
         ("reads_match", "'NoneType' object has no attribute 'group'"),
         ("forever", "its episode did not end within"),
-        ("dies", "its episode did not end within"),
+        ("dies", "its episode ended the process"),
     ],
 )
 def test_what_may_depend_on_the_reply_is_noted(

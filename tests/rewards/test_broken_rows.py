@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow.rewards.self_check import find_broken
+from distflow.rewards.startup_checks import find_broken
 
 GOOD = ["assert f(1) == 2"]
 

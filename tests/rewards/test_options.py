@@ -11,7 +11,7 @@ from distflow.config.keys.schema import schema_keys
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.rewards.router import RewardRouter
-from distflow.rewards.self_check import run_self_check
+from distflow.rewards.startup_checks import run_self_check
 from tests.rewards.routers import make_router
 
 SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from distflow.errors import UserError
-from distflow.rewards.self_check import Solution, find_solution, try_solutions
+from distflow.rewards.startup_checks import Solution, find_solution, try_solutions
 from tests.rewards.routers import make_router
 
 SETTINGS = {"timeout_s": 20.0, "num_workers": 2, "max_response_length": 100}

@@ -161,6 +161,8 @@ def test_who_leaves_a_program_behind_leaves_nothing(local: Sandbox, monkeypatch:
 def test_a_password_where_others_can_ask(local: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=TOKEN):
         Server(SandboxService(local, 1), "0.0.0.0", 0, "")
+    with pytest.raises(UserError, match="127.0.0.1:70000 cannot be listened on: .*0-65535"):
+        Server(SandboxService(local, 1), "127.0.0.1", 70_000, "")
     with served(local, token="sésame") as (url, _):
         monkeypatch.setenv(TOKEN, "sesame")
         with pytest.raises(SandboxFault, match=f"401: another password .*{TOKEN}"):
@@ -239,7 +241,7 @@ def test_what_is_no_sandbox_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(SandboxFault, match="it is not a sandbox"):
             RemoteSandbox(f"http://127.0.0.1:{listening.getsockname()[1]}")
         thread.join()
-    for wrong in ("localhost:8750", "ftp://host", "http://user:word@host:1"):
+    for wrong in ("localhost:8750", "ftp://host", "http://user:word@host:1", "http://host:word", "http://[::1"):
         with pytest.raises(UserError, match="is not the URL of a sandbox"):
             RemoteSandbox(wrong)
 

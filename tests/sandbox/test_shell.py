@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,27 @@ def test_files_stay_for_later_commands_and_go_with_the_shell(shell: Shell) -> No
     root = shell.files.parent
     shell.close()
     assert not root.exists()
+
+
+def test_a_folder_that_a_command_made_unreadable_is_removed() -> None:
+    """A link in it is not followed. Root may read everything, so this is tried as another user."""
+    user = os.geteuid()
+    os.seteuid(user or 65_534)
+    try:
+        shell = Shell("/app")
+        with tempfile.TemporaryDirectory() as outside:
+            os.chmod(outside, 0o500)
+            (shell.files / "closed").mkdir()
+            (shell.files / "closed" / "file").touch()
+            (shell.files / "closed" / "link").symlink_to(outside)
+            (shell.files / "closed").chmod(0)
+            shell.files.chmod(0o500)
+            shell.close()
+            assert os.stat(outside).st_mode & 0o777 == 0o500
+            os.chmod(outside, 0o700)
+        assert not shell.files.parent.exists()
+    finally:
+        os.seteuid(user)
 
 
 def test_it_has_the_programs_of_this_machine_and_the_variables_that_it_is_given(shell: Shell) -> None:

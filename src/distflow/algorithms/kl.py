@@ -1,20 +1,19 @@
-"""KL estimates from log-probs, the controllers of their coefficient, and the KL penalty in the reward.
+"""KL estimates from log-probs, their adaptive coefficient, and the KL penalty in the reward.
 
 J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
 """
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from distflow.algorithms.masked_reductions import Reduce, masked_mean, under_mask
-from distflow.errors import nearest
+from distflow.builtin_names import KL_TYPES, NO_FULL_KL
+from distflow.errors import hint
 
 KLMean = Literal["token", "sequence"]
-KL_TYPES = ("kl", "abs", "mse", "low_var_kl", "full")
 _ALIASES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 
 
@@ -22,9 +21,8 @@ def kl_estimate(log_probs: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     """KL(policy ‖ reference) per token, estimated on tokens of the policy; same shape as its inputs.
 
     kind: `kl` (k1, d), `abs` (|d|), `mse` (k2, d²/2), `low_var_kl` (k3, e^−d + d − 1 with d clamped to ±20 and the
-    result to ±10), where d = log_probs − ref_log_prob; `full` reads the last dimension as whole log-distributions and
-    drops it. With a trailing `+` the value is the estimator's, and the gradient k2's, which is unbiased for the
-    gradient of the KL. Raises ValueError for an unknown kind.
+    result to ±10), where d = log_probs − ref_log_prob. With a trailing `+` the value is the estimator's, and the
+    gradient k2's, which is unbiased for the gradient of the KL. Raises ValueError for an unknown kind.
     """
     name = check_kl_type(kind)
     if name.endswith("+"):
@@ -37,26 +35,14 @@ def kl_estimate(log_probs: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
 def check_kl_type(kind: str) -> str:
     """The kind by its full name (`k3+` is `low_var_kl+`). Raises ValueError for an unknown one."""
     base, plus = (kind[:-1], "+") if kind.endswith("+") else (kind, "")
-    base = _ALIASES.get(base, base)
-    if base not in KL_TYPES or base + plus == "full+":
-        meant = f"; did you mean '{near}'?" if (near := nearest(base, KL_TYPES)) else ""
-        raise ValueError(
-            f"KL type '{kind}' is none of {', '.join(KL_TYPES)}, all except full also with a trailing +{meant}"
-        )
-    return base + plus
-
-
-def check_token_kl_type(kind: str) -> str:
-    """As `check_kl_type`, if only log-probs of sampled tokens are available; raises for `full`."""
-    name = check_kl_type(kind)
-    if name == "full":
-        raise ValueError("KL type 'full' needs whole distributions, which are not stored; use 'low_var_kl'")
+    name = _ALIASES.get(base, base) + plus
+    if name not in KL_TYPES:
+        why = f". {NO_FULL_KL}" if base == "full" else hint(kind, KL_TYPES)
+        raise ValueError(f"KL type '{kind}' is none of {', '.join(KL_TYPES)}{why}")
     return name
 
 
 def _estimate(log_probs: Tensor, ref_log_prob: Tensor, name: str) -> Tensor:
-    if name == "full":
-        return full_kl(log_probs, ref_log_prob)
     difference = log_probs - ref_log_prob
     if name == "kl":
         return difference
@@ -68,33 +54,14 @@ def _estimate(log_probs: Tensor, ref_log_prob: Tensor, name: str) -> Tensor:
     return (log_ratio.exp() - log_ratio - 1.0).clamp(-10.0, 10.0)
 
 
-def full_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Σ p (log p − log q) over the last dimension; a token with p = 0 adds 0, even if its log-prob is −inf."""
-    possible = log_p > -math.inf
-    zero = torch.zeros_like(log_p)
-    log_p = torch.where(possible, log_p, zero)
-    terms = log_p.exp() * (log_p - torch.where(possible, log_q, zero))
-    return torch.where(possible, terms, zero).sum(dim=-1)
-
-
-@dataclass
-class KLController:
-    """The coefficient of a KL penalty over the steps of a run: constant, or adaptive if there is a target:
-
-    value ·= 1 + clip(kl / target_kl − 1, ±0.2) · n / horizon, never below 0 (Ziegler et al. 2019, arXiv:1909.08593).
-    horizon counts samples, as `n_steps` does.
-    """
-
-    value: float
-    target_kl: float | None = None
-    horizon: float = 1.0
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """current_kl: mean of the batch; a non-finite one (that step is skipped) is ignored."""
-        if self.target_kl is None or not math.isfinite(current_kl):
-            return
-        error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
-        self.value = max(self.value * (1.0 + error * n_steps / self.horizon), 0.0)
+def adapted_coefficient(value: float, kl: float, n_steps: int, target_kl: float, horizon: float) -> float:
+    """value · (1 + clip(kl / target_kl − 1, ±0.2) · n_steps / horizon), never below 0 (Ziegler et al. 2019,
+    arXiv:1909.08593). kl: mean of the batch; a non-finite one (that step is skipped) is ignored. n_steps, horizon: in
+    samples."""
+    if not math.isfinite(kl):
+        return value
+    error = min(max(kl / target_kl - 1.0, -0.2), 0.2)
+    return max(value * (1.0 + error * n_steps / horizon), 0.0)
 
 
 def apply_kl_penalty(
@@ -113,10 +80,9 @@ def apply_kl_penalty(
 
     The mean, over the valid samples of the global batch, feeds the controller: over tokens, or with `sequence` over the
     sequences' means, where a sequence without tokens counts as 0, as in verl. valid: `(bs,)`. Rewards are 0 on tokens
-    that are not the policy's. Raises ValueError for an unknown `kl_penalty`, or `full`.
+    that are not the policy's. Raises ValueError for an unknown `kl_penalty`.
     """
-    kind = check_token_kl_type(kl_penalty)
-    kl = kl_estimate(under_mask(old_log_probs, response_mask), under_mask(ref_log_prob, response_mask), kind)
+    kl = kl_estimate(under_mask(old_log_probs, response_mask), under_mask(ref_log_prob, response_mask), kl_penalty)
     kl = under_mask(kl, response_mask)
     rewards = under_mask(token_level_scores, response_mask) - kl_coef * kl
     kl, counted = kl.detach(), torch.ones(len(kl), device=kl.device) if valid is None else valid

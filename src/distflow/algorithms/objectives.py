@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import huber_loss, logsigmoid
 
 from distflow.algorithms.advantages.group_estimator_base import action_index, sum_by_turn
-from distflow.algorithms.kl import check_token_kl_type, kl_estimate
+from distflow.algorithms.kl import check_kl_type, kl_estimate
 from distflow.algorithms.masked_reductions import (
     as_stat,
     check_scale,
@@ -79,11 +79,9 @@ class _Objective:
     """The common part of the train engines' `LossFn`."""
 
     def counts(self, batch: Batch) -> Counts:
-        """Tokens and sequences under `loss_mask`, and rows."""
         return loss_counts(batch["loss_mask"])
 
     def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
-        """Metrics of the mini-batch."""
         tokens = max(counts["tokens"], 1.0)
         return {
             name.removeprefix(_PER_TOKEN): value / tokens if name.startswith(_PER_TOKEN) else value
@@ -138,7 +136,7 @@ class PolicyObjective(_Objective):
         self.policy_loss = find_policy_loss(self.loss) if isinstance(self.loss, str) else self.loss
         self.options = self.policy_loss.call_options(self.options)
         if self.kl_loss_type is not None:
-            self.kl_loss_type = check_token_kl_type(self.kl_loss_type)
+            self.kl_loss_type = check_kl_type(self.kl_loss_type)
         threshold = self.off_policy_mask_threshold
         if threshold is not None and not threshold > 0:
             raise ValueError(f"off_policy_mask_threshold must be positive (nats a token, e.g. 0.5), not {threshold}")
@@ -167,7 +165,6 @@ class PolicyObjective(_Objective):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The columns that a mini-batch must have."""
         extra = ("ref_log_prob",) if self.kl_loss_type else ()
         weights = (self.weights_field,) if self.weights_field and not self.weights_optional else ()
         masked = ("advantages", "rollout_log_probs") if self.off_policy_mask_threshold is not None else ()

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from distflow import builtin_names as names
 from distflow.builtin_names import Entry
@@ -92,7 +92,7 @@ class PolicyLoss:
         """The options of the call itself. Raises ValueError for an option that is unknown, missing, of the wrong type,
         or invalid."""
         check_options(f"policy loss '{self.name}'", settings, [*self.options, *self.selection_options])
-        settings = self._converted(settings)
+        settings = converted(f"policy loss '{self.name}'", settings, self.fn, self.selects)
         own = {name: value for name, value in settings.items() if name in self.options}
         missing = [name for name, default in self.options.items() if default is _NO_DEFAULT and name not in own]
         if missing:
@@ -108,16 +108,8 @@ class PolicyLoss:
 
     def for_selection(self, settings: Mapping[str, object]) -> dict[str, object]:
         """The options that `selects` takes. Raises ValueError for one of the wrong type."""
-        return {name: value for name, value in self._converted(settings).items() if name in self.selection_options}
-
-    def _converted(self, settings: Mapping[str, object]) -> dict[str, object]:
-        types, values = {**_types(self.fn), **_types(self.selects)}, dict(settings)
-        for name, value in settings.items():
-            try:
-                values[name] = convert(value, types[name]) if can_convert(types.get(name)) else value
-            except Mismatch as error:
-                raise ValueError(f"option '{name}' of policy loss '{self.name}' {error.what}; {error.advice}") from None
-        return values
+        values = converted(f"policy loss '{self.name}'", settings, self.selects)
+        return {name: value for name, value in values.items() if name in self.selection_options}
 
 
 Registered = TypeVar("Registered", AdvEstimator, PolicyLoss)
@@ -270,12 +262,16 @@ def check_options(what: str, options: Iterable[str], known: Iterable[str]) -> No
             raise ValueError(f"{what} takes no option '{key}'{hint(key, known) or '; it takes none'}")
 
 
-def check_choices(what: str, fn: Callable[..., object], options: Mapping[str, object]) -> None:
-    """Raises ValueError for a value that is not listed in the annotation of its option."""
-    for name, parameter in inspect.signature(fn).parameters.items():
-        choices = get_args(parameter.annotation) if get_origin(parameter.annotation) is Literal else ()
-        if choices and name in options and options[name] not in choices:
-            raise ValueError(f"{what}: {name} must be {' or '.join(map(str, choices))}, not {options[name]!r}")
+def converted(what: str, options: Mapping[str, object], *functions: Callable[..., object] | None) -> dict[str, object]:
+    """The options as the types of the functions' parameters. Raises ValueError for a value of another type."""
+    types, values = {name: kind for fn in functions for name, kind in _types(fn).items()}, dict(options)
+    for name, value in options.items():
+        try:
+            values[name] = convert(value, types[name]) if can_convert(types.get(name)) else value
+        except Mismatch as error:
+            advice = f"; {error.advice}" if error.advice else ""
+            raise ValueError(f"option '{name}' of {what} {error.what}{advice}") from None
+    return values
 
 
 def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:

@@ -81,7 +81,7 @@ def rewards_ahead(config: "Config") -> Iterator[None]:
     """
     from distflow.config.derived_settings import find_pipeline
     from distflow.rewards.pool.domain_pools import RewardSettings, pool_settings, started_early
-    from distflow.rewards.self_check import self_check_once
+    from distflow.rewards.startup_checks import self_check_once
 
     pipeline = find_pipeline(config)
     with ExitStack() as stack:

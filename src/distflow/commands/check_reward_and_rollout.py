@@ -70,7 +70,7 @@ def run_reward(arguments: argparse.Namespace) -> int:
     from distflow.rewards.adversarial_responses import ASK_MODELS, NUM_ROWS, PROBE, find_cheap
     from distflow.rewards.pool.domain_pools import alone, is_large
     from distflow.rewards.pool.pool import PoolSettings, RewardPool
-    from distflow.rewards.pool.worker import probe_target
+    from distflow.rewards.pool.probes import probe_target
     from distflow.rewards.reward_check import check_reward, measure_agreement
     from distflow.rewards.reward_functions import with_answer_key
 
@@ -180,7 +180,7 @@ def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool], list[s
 def _row(raw: "RawRow", reads_messages: bool, is_chat: bool) -> "Row":
     from distflow.builtin_names import PROMPT_CHAT, PROMPT_MESSAGES
     from distflow.rewards.reward_check import Row
-    from distflow.rewards.self_check import whole
+    from distflow.rewards.startup_checks import whole
 
     prompt = raw.prompt
     asked: dict[str, object] = {}

@@ -21,10 +21,10 @@ from distflow.environments import agent_process
 from distflow.environments.chat import Chat
 from distflow.environments.endpoint import Endpoint, Session
 from distflow.environments.endpoint_calls_and_conversations import Answer, Call, Conversations, RequestError
-from distflow.environments.tool_calls import FORMATS
+from distflow.environments.tool_calls import check_format
 from distflow.environments.user_process import MadeByOptions, ProcessServer, options_of
 from distflow.environments.workflows import REWARD, RewardFn, Row
-from distflow.errors import UserError, hint
+from distflow.errors import UserError
 from distflow.import_target import check_server_packages
 
 KEY = "workflow_kwargs"
@@ -55,8 +55,7 @@ class AgentWorkflow(MadeByOptions):
             raise UserError(f"{KEY}.kwargs are arguments of a function, and a command takes none: write them into it")
         if command is not None and reward is None:
             raise UserError(f"{KEY}.reward is missing: a command returns no score. Name a function, or {REWARD}")
-        if format is not None and format not in FORMATS:
-            raise UserError(f"{KEY}.format={format}: no such format of tool calls{hint(format, FORMATS)}")
+        check_format(format)
         check_server_packages("the endpoint", "endpoint")
         self.uses_reward_fn = reward == REWARD
         self._reward = None if self.uses_reward_fn else reward

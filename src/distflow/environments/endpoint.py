@@ -19,7 +19,15 @@ from importlib import import_module
 from typing import Any
 
 from distflow.environments.endpoint_calls_and_conversations import Answer, Call, Events, Json, Piece, RequestError, Wire
-from distflow.environments.openai_and_anthropic_formats import CHAT, MESSAGES, RESPONSES, TEXT, continued, input_items
+from distflow.environments.openai_and_anthropic_formats import (
+    CHAT,
+    MESSAGES,
+    RESPONSES,
+    TEXT,
+    continued,
+    input_items,
+    output_items,
+)
 from distflow.errors import UserError
 from distflow.import_target import check_server_packages
 
@@ -37,20 +45,22 @@ Submit = Callable[[Call], "Future[Answer]"]
 @dataclass(frozen=True)
 class Session:
     """A session has its own key and base URL. model: the only accepted name; None for any, as in episodes. refused: the
-    reason for each rejected call. responses: by id, the items up to each response of an episode."""
+    reason for each rejected call. responses: by id, the items up to each response of an episode as JSON. texts: these
+    items, each once, since clients may send the whole history in each request."""
 
     key: str
     base_url: str
     submit: Submit
     model: str | None = None
     refused: list[RequestError] = field(default_factory=list)
-    responses: dict[str, list[Json]] = field(default_factory=dict)
+    responses: dict[str, list[str]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
 
     def keep(self, body: Json, head: Json, answering: "asyncio.Task[list[Answer]]") -> None:
         """Keep the items up to a response, for requests that continue it."""
         if self.model is None and not answering.cancelled() and answering.exception() is None:
-            output = RESPONSES.write(body, answering.result(), head)["output"]
-            self.responses[head["id"]] = [*input_items(body), *output]
+            items = map(json.dumps, (*input_items(body), *output_items(answering.result(), head)))
+            self.responses[head["id"]] = [self.texts.setdefault(item, item) for item in items]
 
 
 class Endpoint:
@@ -143,7 +153,8 @@ class Endpoint:
                 )
             body, call = _read(wire, body, session.responses)
             pieces, head = _Pieces(), _head(body)
-            if body.get("stream") and call.n == 1 and body.get("logprobs") in (None, False):
+            wants_log_probs = body.get("logprobs") is not None and body["logprobs"] is not False  # 0 wants them too
+            if body.get("stream") and call.n == 1 and not wants_log_probs:
                 call = replace(call, told=pieces.tell)
             asked = [session.submit(replace(call, choice=i)) for i in range(call.n)]
             answering = asyncio.ensure_future(_awaited(request, asked))
@@ -212,7 +223,7 @@ async def _events(
         answering.cancel()  # no effect if done
 
 
-def _read(wire: Wire, body: Json, responses: Mapping[str, list[Json]]) -> tuple[Json, Call]:
+def _read(wire: Wire, body: Json, responses: Mapping[str, list[str]]) -> tuple[Json, Call]:
     """The body, with the items of the response that it continues, and the call."""
     try:
         body = continued(body, responses) if wire is RESPONSES else body

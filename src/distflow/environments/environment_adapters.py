@@ -12,8 +12,8 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from http.client import HTTPException
 from typing import Any, cast
-from urllib.error import URLError
 from urllib.request import urlopen
 
 from distflow.environments.tools_in_user_process import bounded, without_control
@@ -186,7 +186,7 @@ class OpenEnv:
         try:
             with urlopen(f"{self._url}/schema", timeout=_TIMEOUT_S) as response:
                 schema: dict[str, Any] = json.load(response)["action"]
-        except (URLError, TimeoutError, ValueError, KeyError, TypeError) as error:
+        except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"no server of OpenEnv answers at {self._url} ({error}): start it, or correct the address (env)"
             ) from None

@@ -12,8 +12,8 @@ from typing import Any
 
 from distflow.data.task_folders import HARBOR, Task, read_task_folder
 from distflow.environments.chat import Chat
-from distflow.environments.tool_calls import ToolCall, format_of
-from distflow.environments.tool_workflow import answer_calls, check_format
+from distflow.environments.tool_calls import ToolCall, check_format, format_of
+from distflow.environments.tools import answer_calls
 from distflow.environments.tools_in_user_process import ToolAnswer, bounded
 from distflow.environments.workflows import Row
 from distflow.errors import UserError
@@ -61,13 +61,16 @@ class HarborWorkflow:
             raise UserError(f"the row has no column '{HARBOR}': the data of this workflow must be a folder of tasks")
         task = read_task_folder(Path(str(found["folder"])))
         shell = Shell(task.workdir, task.memory_mb)
+        loop = asyncio.get_running_loop()
+        copying = loop.run_in_executor(None, _copy, task.folder / "environment", shell.files)
         try:
             with chat.clock_stopped():
-                await asyncio.to_thread(_copy, task.folder / "environment", shell.files)
+                await asyncio.shield(copying)
             await self._solve(chat, row, task, shell)
             with chat.clock_stopped("tests of the task"):
                 return await _verify(task, shell)
         finally:
+            await asyncio.wait((copying,))  # a thread that copies on would make the folder anew
             await asyncio.to_thread(shell.close)
 
     async def _solve(self, chat: Chat, row: Row, task: Task, shell: Shell) -> None:
@@ -109,15 +112,14 @@ def _copy(source: Path, target: Path) -> None:
 
 async def _verify(task: Task, shell: Shell) -> Mapping[str, float]:
     """The rewards that the task's tests write. Raises RuntimeError if they write none."""
-    with shell.folder() as verifier:
-        mounts = (("--ro-bind", task.folder / "tests", "/tests"), ("--bind", verifier, "/logs/verifier"))
-        command = ("/bin/bash", "/tests/test.sh")
-        ran = await shell.run(command, task.verifier_s, _REWARD_BYTES, task.verifier_env, mounts)
-        if ran.exit_code is None:
-            raise RuntimeError(f"tests/test.sh of {task.folder} did not end within {task.verifier_s:g} s")
-        for name in ("reward.json", "reward.txt"):
-            if (text := _written(verifier / name)) is not None:
-                return _rewards(text, name, task, ran)
+    verifier = shell.folder()
+    mounts = (("--ro-bind", task.folder / "tests", "/tests"), ("--bind", verifier, "/logs/verifier"))
+    ran = await shell.run(("/bin/bash", "/tests/test.sh"), task.verifier_s, _REWARD_BYTES, task.verifier_env, mounts)
+    if ran.exit_code is None:
+        raise RuntimeError(f"tests/test.sh of {task.folder} did not end within {task.verifier_s:g} s")
+    for name in ("reward.json", "reward.txt"):
+        if (text := _written(verifier / name)) is not None:
+            return _rewards(text, name, task, ran)
     raise RuntimeError(f"tests/test.sh of {task.folder} wrote no /logs/verifier/reward.txt: {_end(ran)}")
 
 

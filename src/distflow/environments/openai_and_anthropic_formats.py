@@ -198,14 +198,15 @@ def read_responses(body: Json) -> Call:
     return Call(named_tools(messages + _turn(said)), tools, parses_tools=wanted, **common)
 
 
-def continued(body: Json, responses: Mapping[str, list[Json]]) -> Json:
-    """A request with the items of the response that it continues. Raises RequestError if there is none of its id."""
+def continued(body: Json, responses: Mapping[str, list[str]]) -> Json:
+    """A request with the items of the response that it continues. responses: by id, the items up to it as JSON. Raises
+    RequestError if there is none of its id."""
     if (id := body.get("previous_response_id")) is None:
         return body
     if not isinstance(id, str) or id not in responses:
         said = f"'previous_response_id' is {id!r:.40}: the episode has no response of that id"
         raise RequestError(400, said, "previous_response_not_found")
-    return {**body, "input": [*responses[id], *input_items(body)]}
+    return {**body, "input": [*map(json.loads, responses[id]), *input_items(body)]}
 
 
 def input_items(body: Json) -> list[Json]:
@@ -222,24 +223,30 @@ def _turn(items: list[Json]) -> list[Json]:
 def write_responses(body: Json, answers: Sequence[Answer], head: Json) -> Json:
     (answer,) = answers
     ends_early = answer.finish_reason == "length"
-    status, id = "incomplete" if ends_early else "completed", head["id"]
-    output: list[Json] = []
-    if answer.text or not answer.calls:
-        part = {"type": "output_text", "text": answer.text, "annotations": []}
-        message = {"type": "message", "id": f"msg_{id}", "role": "assistant", "status": status, "content": [part]}
-        output.append(message)
-    for call in answer.calls:
-        named = {"call_id": call.id, "name": call.name, "arguments": json.dumps(call.arguments)}
-        output.append({"type": "function_call", "id": f"fc_{call.id}", "status": "completed", **named})
     usage = {**_usage(answers, "input_tokens", "output_tokens"), "input_tokens_details": {"cached_tokens": 0}}
     return {
-        **{"id": id, "object": "response", "created_at": head["created"], "model": head["model"], "status": status},
-        "output": output,
+        **{"id": head["id"], "object": "response", "created_at": head["created"], "model": head["model"]},
+        "status": "incomplete" if ends_early else "completed",
+        "output": output_items(answers, head),
         "usage": {**usage, "output_tokens_details": {"reasoning_tokens": 0}},
         "incomplete_details": {"reason": "max_output_tokens"} if ends_early else None,
         **{"error": None, "instructions": body.get("instructions"), "metadata": {}, "temperature": None, "top_p": None},
         **{"parallel_tool_calls": True, "tool_choice": "auto", "tools": body.get("tools") or []},
     }
+
+
+def output_items(answers: Sequence[Answer], head: Json) -> list[Json]:
+    (answer,) = answers
+    output: list[Json] = []
+    if answer.text or not answer.calls:
+        part = {"type": "output_text", "text": answer.text, "annotations": []}
+        status = "incomplete" if answer.finish_reason == "length" else "completed"
+        message = {"type": "message", "id": f"msg_{head['id']}", "role": "assistant", "status": status}
+        output.append({**message, "content": [part]})
+    for call in answer.calls:
+        named = {"call_id": call.id, "name": call.name, "arguments": json.dumps(call.arguments)}
+        output.append({"type": "function_call", "id": f"fc_{call.id}", "status": "completed", **named})
+    return output
 
 
 def stream_responses(body: Json, answers: Sequence[Answer], head: Json) -> Events:

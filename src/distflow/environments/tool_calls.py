@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from distflow.errors import UserError
+from distflow.errors import UserError, hint
 
 _THOUGHT_END = "</think>"
 _SHOWN = 80
@@ -34,6 +34,12 @@ def find_tool_calls(text: str, format: str) -> list[ToolCall]:
     if not closed:
         answer = "" if thought.lstrip().startswith("<think>") else thought
     return list(FORMATS[format](answer.strip()))
+
+
+def check_format(format: str | None) -> None:
+    """Raises UserError."""
+    if format is not None and format not in FORMATS:
+        raise UserError(f"workflow_kwargs.format={format}: no such format of tool calls{hint(format, FORMATS)}")
 
 
 def format_of(template: str) -> str:

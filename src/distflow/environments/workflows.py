@@ -165,7 +165,9 @@ class ByDomain:
             options = dict(entry) if isinstance(entry, Mapping) else {"workflow": entry}
             if "workflow" not in options:
                 raise UserError(f"{KEY}_kwargs.{domain}: name the workflow: {{workflow: NAME, OPTION: VALUE}}")
-            self._own[domain] = load_workflow(str(options.pop("workflow")), options).check_agents({})
+            own = self._own[domain] = load_workflow(str(options.pop("workflow")), options).check_agents({})
+            if own.num_rows > 1:
+                raise UserError(f"{KEY}_kwargs.{domain}: '{own.name}' returns {own.num_rows} samples; set n_samples=1")
         if not workflows:
             raise UserError(f"{KEY}=by_domain: name a workflow for each domain: {KEY}_kwargs={{math: single_turn}}")
         self.uses_reward_fn = any(each.scores for each in self._own.values())

@@ -50,7 +50,7 @@ from distflow.graph import BoundPipeline
 from distflow.models.loading import end_token_ids, has_image_processor
 from distflow.models.paths import resolve_path
 from distflow.rewards.router import check_domains
-from distflow.rewards.self_check import find_broken
+from distflow.rewards.startup_checks import find_broken
 from distflow.scheduling.curriculum_and_difficulty_filter import CurriculumPlan, SkipPlan, load_curriculum
 from distflow.scheduling.data_plan import UNKNOWN_ROWS, DataPlan, DomainPlan, Frequency, total_steps
 

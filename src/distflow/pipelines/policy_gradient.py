@@ -35,7 +35,7 @@ def roll_out_and_score(pipeline: Pipeline, config: Config) -> None:
     pipeline.add_node("rollout_actor", nodes.run_workflow if has_workflow else nodes.generate)
     pipeline.add_node("function_reward", nodes.take_scores if has_workflow else nodes.compute_reward)
     if config.actor_rollout_ref.rollout.workflow == "simulator":
-        from distflow.pipelines.nodes.embodied_rewards import (  # no other run imports it
+        from distflow.pipelines.nodes.simulators_and_srpo import (  # no other run imports it
             place_rewards,
             simulator_columns,
         )

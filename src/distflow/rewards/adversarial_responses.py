@@ -1,4 +1,4 @@
-"""The adversary: trivial responses, and which of them a reward function scores like the row's answer."""
+"""Trivial responses, and which of them a reward function scores like the row's answer."""
 
 import asyncio
 import builtins
@@ -21,10 +21,10 @@ from distflow.rewards.code.case_formats_and_assertions import (
 from distflow.rewards.extracted_answers import bare_answer
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.pool.pool import Pool, PoolSettings, RewardPool
-from distflow.rewards.pool.worker import NO_NETWORK, TEXTS, probe_target
+from distflow.rewards.pool.probes import NO_NETWORK, TEXTS, probe_target
 from distflow.rewards.reward_check import FORMS, Row, arguments_of, reply_of, right_responses
 from distflow.rewards.reward_results import Score, Timeout, is_right, own_reward_result
-from distflow.rewards.self_check import must_accept
+from distflow.rewards.startup_checks import must_accept
 
 if TYPE_CHECKING:  # it loads torch
     from distflow.rewards.router import RewardRouter

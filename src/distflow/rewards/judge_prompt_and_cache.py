@@ -125,20 +125,19 @@ class JudgeCache:
     def __init__(self, file: str) -> None:
         """file: created if missing; "" keeps everything in memory. All methods raise ValueError for a file that is
         damaged or not writable."""
-        if file:
-            Path(file).expanduser().parent.mkdir(parents=True, exist_ok=True)
         self._file = str(Path(file).expanduser()) if file else ":memory:"
         try:
+            if file:
+                Path(self._file).parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(self._file, timeout=_BUSY_S, isolation_level=None)
             self._connection.executescript(_TABLES)
             if not any(column[1] == "about" for column in self._connection.execute("PRAGMA table_info(answers)")):
                 with suppress(sqlite3.OperationalError):  # another process has just added it
                     self._connection.executescript(_ABOUT)
-        except sqlite3.Error as error:
+        except (OSError, sqlite3.Error) as error:
             raise self._unusable(error) from None
 
     def find(self, key: str) -> str | None:
-        """The answer to the request with that key."""
         row = self._do("SELECT content FROM answers WHERE key = ?", key).fetchone()
         return None if row is None else str(row[0])
 
@@ -167,7 +166,6 @@ class JudgeCache:
         self._do("UPDATE spent SET tokens = tokens + ?", tokens)
 
     def spent(self) -> tuple[int, int]:
-        """Calls and tokens so far."""
         calls, tokens = self._do("SELECT calls, tokens FROM spent").fetchone()
         return int(calls), int(tokens)
 
@@ -180,7 +178,7 @@ class JudgeCache:
         except sqlite3.Error as error:
             raise self._unusable(error) from None
 
-    def _unusable(self, error: sqlite3.Error) -> ValueError:
+    def _unusable(self, error: Exception) -> ValueError:
         return ValueError(
             f"the judge's store '{self._file}' cannot be used ({error}): repair it, or set the option 'store' to "
             "another file, which starts empty and with a new budget"

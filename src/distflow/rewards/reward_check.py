@@ -27,8 +27,16 @@ from distflow.rewards.pool.domain_pools import (
 )
 from distflow.rewards.pool.pool import Pool, RewardPool
 from distflow.rewards.reward_functions import PARAMETERS, PROMPT, call_arguments, target_of
-from distflow.rewards.reward_results import ACC, RIGHT, RewardResult, Score, Timeout, own_reward_result, scored_right
-from distflow.rewards.self_check import why
+from distflow.rewards.reward_results import (
+    ACC,
+    RIGHT,
+    RewardResult,
+    Score,
+    Timeout,
+    own_reward_result,
+    scored_right,
+    why,
+)
 
 OWN = "own response"
 FORMS: Mapping[str, str] = {
@@ -171,7 +179,7 @@ class Kind:
 class CheckResult:
     """answers: rows with an answer that can be written. read: how many of them were found, by form.
 
-    kinds: by name. seconds: of each call. cheap: lines on responses that get points for no work (`adversary`).
+    kinds: by name. seconds: of each call. cheap: lines on responses that get points for no work (`find_cheap`).
     num_hangs: calls that timed out; `_MOST_HANGS` of them end the check if they are half of all.
     """
 

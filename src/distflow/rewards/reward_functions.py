@@ -41,7 +41,7 @@ PROMPT, PROMPTS = "prompt", "prompts"
 CONVERSATION, CONVERSATIONS = "conversation", "conversations"
 """Parameters for the turns of an episode so far, and for those of each response, of a batched function."""
 _PLURALS = {PROMPT: PROMPTS, CONVERSATION: CONVERSATIONS}
-FAILS, FAILS_TARGET = "(a probe that fails)", "distflow.rewards.self_check:fail"
+FAILS, FAILS_TARGET = "(a probe that fails)", "distflow.rewards.pool.probes:fail"
 """A function of every pool that must return a reward error, or a number from its arguments; the auditor calls it."""
 
 _OPTIONS = "?"

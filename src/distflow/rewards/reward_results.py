@@ -101,6 +101,17 @@ def scored_right(reward_result: RewardResult) -> bool:
     return isinstance(reward_result, Score) and is_right(own_reward_result(reward_result))
 
 
+def why(reward_result: RewardResult) -> str:
+    """A reward result in words: the score, and the first failed case if the reward function reports one."""
+    if not isinstance(reward_result, Score):
+        return str(reward_result)
+    failed = reward_result.extra.get("failed")
+    first = failed[0] if isinstance(failed, list) and failed else None
+    if isinstance(first, dict) and "why" in first:
+        return f"{own_reward_result(reward_result):g}, {first.get('case', '')}: {first['why']}"
+    return f"{own_reward_result(reward_result):g}"
+
+
 @dataclass(frozen=True)
 class Case:
     """A response with a known score: 1 if it is `good`, else 0, unless `score` has another one."""

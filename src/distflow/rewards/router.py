@@ -65,7 +65,7 @@ class Overlong(NamedTuple):
 class RewardOutcome:
     """The result for a sample, and the unweighted results of its parts by name.
 
-    accuracy: 1 is correct, whatever the score (see `score.accuracy`); 0 if there is no score.
+    accuracy: 1 is correct, whatever the score (see `reward_results.accuracy`); 0 if there is no score.
     """
 
     reward_result: RewardResult
@@ -127,7 +127,6 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         self.close()
 
     def close(self) -> None:
-        """Kill the worker processes."""
         self.pools.close()
 
     def functions_of(self, domain: str) -> Sequence[RewardPart]:

@@ -21,7 +21,7 @@ from distflow.rewards.adversarial_responses import NUM_ROWS, notes_of
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.reward_check import Row, call_first
 from distflow.rewards.router import RewardRouter
-from distflow.rewards.self_check import Solution, find_solution, run_self_check, self_check_scores, try_solutions
+from distflow.rewards.startup_checks import Solution, find_solution, run_self_check, self_check_scores, try_solutions
 from distflow.rollout.engine import Hosted, RolloutEngine, Stretch
 from distflow.runtime.early_stop_and_signals import leave_at_once
 from distflow.runtime.engine_watch import STACKS, Deadline, EngineHangs, WatchedEngine

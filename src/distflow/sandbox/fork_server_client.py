@@ -231,7 +231,16 @@ class Program:
                 raise SandboxFault(f"a process could not be isolated: {json.loads(body)}")
             on_failure.pop_all()
 
+    @property
+    def stdout(self) -> str:
+        return self.out.text()
+
+    @property
+    def stderr(self) -> str:
+        return self.err.text()
+
     def renew_time(self) -> None:
+        """Restart the allowance of `Limits.wall_s`."""
         self._left_s = self.limits.wall_s
 
     def question(self, body: bytes) -> bytes:

@@ -30,15 +30,18 @@ class RemoteSandbox(interface.AnySandbox):
 
     def __init__(self, url: str, limits: interface.Limits = interface.DEFAULT_LIMITS) -> None:
         """Raises UserError if the URL is not that of a server, SandboxFault if no server answers."""
-        parts = urlsplit(url)
+        wrong = UserError(f"'{url}' is not the URL of a sandbox: write e.g. http://host:8750, its password in {TOKEN}")
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError:
+            raise wrong from None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
-            raise UserError(
-                f"'{url}' is not the URL of a sandbox: write e.g. http://host:8750, its password in {TOKEN}"
-            )
+            raise wrong
         self.url, self.limits, self.waited_s = url.rstrip("/"), limits, 0.0
         self._path = parts.path.rstrip("/")
         connection = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connection = connection(parts.hostname, parts.port)
+        self._connection = connection(parts.hostname, port)
         self.level = interface.Level(f"{self.ask('level', {}, repeatable=True).get('level')} at {self.url}", {})
 
     def run(self, code: str, stdin: str = "", limits: interface.Limits | None = None) -> interface.RunResult:

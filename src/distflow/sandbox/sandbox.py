@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from distflow.errors import UserError
 from distflow.sandbox import interface
@@ -40,28 +40,13 @@ _VALUE = b'{"value": '
 _SHOWN_TEXT = 2000
 
 
-class Session(interface.AnySession):
-    def __init__(self, program: Program) -> None:
-        self._program = program
-
+class Session(Program, interface.AnySession):
     def call(self, name: str, args: Sequence[object] = (), kwargs: Mapping[str, object] = MappingProxyType({})) -> Any:
         body = to_text([name, list(args), dict(kwargs)]).encode()
-        return _read_result(self._program, lambda: self._program.question(body))
+        return _read_result(self, lambda: self.question(body))
 
-    def renew_time(self) -> None:
-        """Restart the program's allowance of `Limits.wall_s`."""
-        self._program.renew_time()
 
-    @property
-    def stdout(self) -> str:
-        return self._program.out.text()
-
-    @property
-    def stderr(self) -> str:
-        return self._program.err.text()
-
-    def close(self) -> None:
-        self._program.close()
+Started = TypeVar("Started", bound=Program)
 
 
 class Sandbox(interface.AnySandbox):
@@ -93,12 +78,12 @@ class Sandbox(interface.AnySandbox):
             return self._run(code, encoded, limits or self.limits, started)
 
     def open(self, code: str, limits: interface.Limits | None = None) -> Session:
-        program = self._start(False, code, b"", limits or self.limits)
+        session = self._start(Session, code, b"", limits or self.limits)
         with ExitStack() as on_failure:
-            on_failure.callback(program.close)
-            _read_result(program, program.answer)
+            on_failure.callback(session.close)
+            _read_result(session, session.answer)
             on_failure.pop_all()
-        return Session(program)
+        return session
 
     def close(self) -> None:
         with self._lock:
@@ -106,7 +91,7 @@ class Sandbox(interface.AnySandbox):
             self._server.close()
 
     def _run(self, code: str, stdin: bytes, limits: interface.Limits, started: float) -> interface.RunResult:
-        with closing(self._start(True, code, stdin, limits)) as program:
+        with closing(self._start(Program, code, stdin, limits)) as program:
             end = program.wait()
         out, err = program.out, program.err
         cut = max(out.num_bytes - len(out.content), err.num_bytes - len(err.content)) > 0
@@ -114,14 +99,13 @@ class Sandbox(interface.AnySandbox):
         status = cast(interface.Status, program.cause() or "ok")
         return interface.RunResult(status, end.exit_code, out.text(), err.text(), cut, time.monotonic() - started)
 
-    def _start(self, is_main: bool, code: str, stdin: bytes, limits: interface.Limits) -> Program:
+    def _start(self, kind: type[Started], code: str, stdin: bytes, limits: interface.Limits) -> Started:
         """Start a program through the server, or a new one if it was killed."""
-        encoded = code.encode("utf-8", "surrogatepass")
-        server = self._server
+        server, is_main, encoded = self._server, kind is Program, code.encode("utf-8", "surrogatepass")
         try:
-            return Program(server, is_main, encoded, stdin, limits)
+            return kind(server, is_main, encoded, stdin, limits)
         except ServerGone:
-            return Program(self._replace_server(server), is_main, encoded, stdin, limits)
+            return kind(self._replace_server(server), is_main, encoded, stdin, limits)
 
     def _replace_server(self, gone: ForkServer) -> ForkServer:
         with self._lock:
@@ -158,7 +142,7 @@ def _start_checked(name: LevelName) -> ForkServer:
     with ExitStack() as on_failure:
         on_failure.callback(server.close)
         with closing(Program(server, True, _ATTEMPTS.encode(), b"", interface.Limits(wall_s=30.0))) as program:
-            end, passed = program.wait(), program.out.text() + program.err.text()
+            end, passed = program.wait(), program.stdout + program.stderr
         if end.exit_code or passed:
             raise interface.SandboxFault(f"its isolation does not hold: {', '.join(passed.splitlines()) or end}")
         on_failure.pop_all()

@@ -153,8 +153,8 @@ class Server(ThreadingHTTPServer):
         self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         try:
             super().__init__((host, port), _Handler)
-        except OSError as error:
-            raise UserError(f"{host}:{port} cannot be listened on: {error.strerror or error}") from None
+        except (OSError, OverflowError) as error:  # the latter for a port above 65535
+            raise UserError(f"{host}:{port} cannot be listened on: {getattr(error, 'strerror', error)}") from None
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._places.acquire(blocking=False):

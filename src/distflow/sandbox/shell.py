@@ -9,10 +9,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import mkdtemp
 from typing import NamedTuple
 
 from distflow.errors import UserError
@@ -85,11 +85,9 @@ class Shell:
             raise SandboxFault(f"bubblewrap ran no command: {text[-500:].strip() or f'status {process.returncode}'}")
         return Ran(None if is_late else process.returncode, text)
 
-    @contextmanager
-    def folder(self) -> Iterator[Path]:
-        """A new folder for a mount, which exists inside the context."""
-        with TemporaryDirectory(dir=self._root, ignore_cleanup_errors=True) as made:
-            yield Path(made)
+    def folder(self) -> Path:
+        """A new folder for a mount."""
+        return Path(mkdtemp(dir=self._root))
 
     def check(self) -> None:
         """Raises UserError, with what to install, if commands cannot be isolated."""
@@ -117,6 +115,10 @@ class Shell:
 
     def close(self) -> None:
         """Idempotent."""
+        for folder, names, _ in os.walk(self._root):
+            for path in (os.path.join(folder, name) for name in names):
+                if not os.path.islink(path):
+                    os.chmod(path, 0o700)  # a command may have made it unreadable
         shutil.rmtree(self._root, ignore_errors=True)
 
 

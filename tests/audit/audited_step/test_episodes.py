@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distflow.environments import environment_workflow, tool_workflow, workflows
+from distflow.environments import environment_workflow, tool_calls, workflows
 from distflow.environments.chat import Chat
 from distflow.environments.turn_encoding import TurnTokens
 from distflow.environments.user_process import UserProcess
@@ -354,8 +354,8 @@ def test_a_domain_with_the_workflow_of_another(tmp_path: Path, monkeypatch: Patc
 
 @pytest.mark.slow
 def test_a_call_of_a_tool_that_is_left_out(tmp_path: Path, monkeypatch: Patch) -> None:
-    find = tool_workflow.find_tool_calls
-    monkeypatch.setattr(tool_workflow, "find_tool_calls", lambda text, form: find(text, form)[:1])
+    find = tool_calls.find_tool_calls
+    monkeypatch.setattr("distflow.environments.tools.find_tool_calls", lambda text, form: find(text, form)[:1])
     keys = (f"actor_rollout_ref.model.path={tmp_path}/caller", "actor_rollout_ref.model.init=random")
     tools = f"{WORKFLOW}_kwargs={{tools: [calculator], max_turns: 3, format: hermes}}"
     more = ("data.max_response_length=160", "data.max_prompt_length=32", f"{WORKFLOW}=tools")

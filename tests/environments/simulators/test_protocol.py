@@ -237,6 +237,19 @@ def test_the_answer_to_a_cancelled_call_is_not_taken_for_that_to_the_next() -> N
     playing(pool(f"{FILE}Line"), play)
 
 
+def test_the_simulator_of_a_cancelled_begin_is_used_again() -> None:
+    async def play(made: SimulatorPool) -> None:
+        await (await made.begin(1, {})).close()
+        begun = asyncio.ensure_future(made.begin(2, {}))
+        await asyncio.sleep(0)
+        begun.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await begun
+        assert (await (await made.begin(3, {})).step([[1.0]]))["rewards"] == [1.0]
+
+    playing(pool(f"{FILE}Counts"), play)
+
+
 def test_a_simulator_that_fails_in_the_check_is_refused() -> None:
     with pytest.raises(UserError, match="cannot be used: TypeError"):
         pool(f"{FILE}Line", ends_at=3, nonsense=1)

@@ -5,7 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import tracemalloc
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -16,7 +19,7 @@ from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.rewards.pool import process
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
-from distflow.rewards.pool.process import Channel
+from distflow.rewards.pool.process import Channel, RewardProcess
 from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout
 from tests.patience import at_some_deadline, is_running
 from tests.rewards.routers import make_router, pids_of
@@ -307,10 +310,27 @@ def test_a_function_that_cannot_be_loaded_is_the_users_error(tmp_path, source, m
     assert message in str(raised.value) and "reward.py" in str(raised.value)
 
 
+def test_of_what_a_worker_has_printed_only_the_end_is_read() -> None:
+    worker = object.__new__(RewardProcess)
+    worker._popen = types.SimpleNamespace(wait=lambda timeout: None, returncode=3)
+    with tempfile.TemporaryFile() as worker._stderr:
+        worker._stderr.truncate(2**28)
+        worker._stderr.seek(0, os.SEEK_END)
+        worker._stderr.write(b"the end")
+        tracemalloc.start()
+        try:
+            assert worker.cause_of_death().endswith("the end)")
+            assert tracemalloc.get_traced_memory()[1] < 2**20
+        finally:
+            tracemalloc.stop()
+
+
 @pytest.mark.slow
 def test_workers_import_no_torch_and_asyncio_only_for_functions_that_need_it():
     code = """
         import sys, distflow.rewards.pool.worker
+        from distflow.rewards.reward_functions import FAILS_TARGET, load_reward
+        load_reward(FAILS_TARGET)  # in every pool
         print("asyncio" in sys.modules)
         import distflow.rewards.math.reward
         print("torch" in sys.modules)

@@ -5,15 +5,14 @@ as AReaL uses it for stale rollouts (arXiv:2505.24298), with its `rejection_samp
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, get_args, get_origin
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from distflow.algorithms.losses.clipped_ratio import Stats, check_dual_clip, clipped_surrogate
 from distflow.algorithms.masked_reductions import MAX_LOG_RATIO, as_stat, log_ratio, raw_log_ratio, under_mask
-from distflow.algorithms.registry import register_policy_loss
-from distflow.errors import hint
+from distflow.algorithms.registry import check_options, converted, register_policy_loss
 
 
 @dataclass(frozen=True)
@@ -37,16 +36,8 @@ class RejectionSampling:
         """The rule of the option `rejection_sampling`. Raises ValueError for invalid names, bounds or choices."""
         if not isinstance(options, Mapping):
             raise ValueError(f"rejection_sampling is a mapping, e.g. {{metric: kl_k3, upper: 0.1}}, not {options!r}")
-        known = {f.name: get_args(f.type) if get_origin(f.type) is Literal else () for f in fields(RejectionSampling)}
-        for name, value in options.items():
-            if name not in known:
-                raise ValueError(f"rejection_sampling has no '{name}'{hint(name, known)}")
-            if known[name] and value not in known[name]:
-                raise ValueError(f"rejection_sampling.{name} '{value}' is none of {', '.join(known[name])}")
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not known[name] and not is_number and not (name == "lower" and value is None):
-                raise ValueError(f"rejection_sampling.{name} must be a number, not {value!r}")
-        return RejectionSampling(**options)  # type: ignore[arg-type]  # checked one by one above
+        check_options("rejection_sampling", options, (each.name for each in fields(RejectionSampling)))
+        return RejectionSampling(**converted("rejection_sampling", options, RejectionSampling))  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
         if self.lower is not None and self.lower > self.upper:
@@ -105,20 +96,18 @@ def _aggregate(measured: Tensor, inside: Tensor, count: Tensor, agg: str) -> Ten
     return total if agg == "sum" else total / count
 
 
-def check_options(
+def check_corrections(
     clip_ratio_c: float | None, behav_imp_weight_mode: str, rejection_sampling: Mapping[str, object] | None
 ) -> None:
     """Raises ValueError for invalid options."""
     check_dual_clip(clip_ratio_c)
-    if behav_imp_weight_mode not in ("mask", "clamp", "disabled"):
-        raise ValueError(f"behav_imp_weight_mode must be mask, clamp or disabled, not '{behav_imp_weight_mode}'")
     if behav_imp_weight_mode == "disabled" and rejection_sampling is not None:
         raise ValueError("rejection_sampling computes the weights that behav_imp_weight_mode=disabled turns off")
     if rejection_sampling is not None:
         RejectionSampling.of(rejection_sampling)
 
 
-@register_policy_loss("decoupled", check=check_options)
+@register_policy_loss("decoupled", check=check_corrections)
 def compute_decoupled_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,

@@ -93,13 +93,7 @@ def compute_dro_loss(
     return loss, {"ppo_kl": -difference.detach()}
 
 
-def check_ratio_level(ratio_level: str) -> None:
-    """Raises ValueError for an unknown level."""
-    if ratio_level not in ("token", "sequence"):
-        raise ValueError(f"ratio_level '{ratio_level}' is unknown; choose one of token, sequence")
-
-
-@register_policy_loss("topr", check=check_ratio_level)
+@register_policy_loss("topr")
 def compute_topr_loss(
     log_probs: Tensor,
     advantages: Tensor,

@@ -33,9 +33,9 @@ from distflow.config.derived_settings import algorithm_of
 from distflow.config.keys.reward import on_error_of, scoring_models
 from distflow.data.batch import Batch
 from distflow.rewards.foreign_signatures import DOES_NOT_APPLY
+from distflow.rewards.pool.probes import ECHO, echo
 from distflow.rewards.reward_functions import CONVERSATION, FAILS, PROMPT, call_arguments
 from distflow.rewards.reward_results import RewardResult, Score
-from distflow.rewards.self_check import ECHO, echo
 
 LIMIT = 1e-4
 MOST, FEW, MOST_RANKED = 16, 2, 4

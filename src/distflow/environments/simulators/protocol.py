@@ -84,7 +84,7 @@ class GymnasiumSimulator:
         return self._seen(observation)
 
     async def step(self, chunk: NDArray[np.float64]) -> ChunkResult:
-        space, columns = self._env.action_space, tuple(list[Any]() for _ in range(4))
+        space, steps = self._env.action_space, list[tuple[float, bool, bool, bool]]()
         for numbers in chunk:
             if hasattr(space, "n"):
                 action: Any = int(round(float(numbers[0])))
@@ -95,12 +95,10 @@ class GymnasiumSimulator:
             observation, reward, terminated, truncated, info = self._env.step(action)
             success = bool(info.get("is_success", info.get("success", False)))
             terminated = bool(terminated) or (success and self._ends_at_success)
-            values = (float(reward), terminated, bool(truncated), success)
-            for column, value in zip(columns, values, strict=True):
-                column.append(value)
+            steps.append((float(reward), terminated, bool(truncated), success))
             if terminated or truncated:
                 break
-        rewards, ends, cuts, won = columns
+        rewards, ends, cuts, won = map(list, zip(*steps, strict=True))
         return ChunkResult(rewards, ends, cuts, won, self._seen(observation))
 
     def close(self) -> None:
@@ -207,7 +205,6 @@ def check_result(result: ChunkResult, num_actions: int) -> None:
 
 
 def to_json(seen: Observation) -> dict[str, Any]:
-    """The observation as JSON values."""
     images = {
         name: [list(image.shape), base64.b64encode(np.ascontiguousarray(image).tobytes()).decode()]
         for name, image in seen.images.items()
@@ -216,7 +213,6 @@ def to_json(seen: Observation) -> dict[str, Any]:
 
 
 def from_json(seen: Mapping[str, Any]) -> Observation:
-    """The observation of `to_json`."""
     images = {
         name: np.frombuffer(base64.b64decode(content), np.uint8).reshape(shape)
         for name, (shape, content) in seen["images"].items()

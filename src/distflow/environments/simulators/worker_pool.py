@@ -65,8 +65,11 @@ class SimulatorPool:
         episode = Episode(self, self.free_worker(), {"seed": seed, "options": dict(options)})
         try:
             await episode.begin()
-        except (CallFailed, asyncio.CancelledError):
+        except CallFailed:
             episode.leave()
+            raise
+        except asyncio.CancelledError:  # the worker begins it all the same
+            await episode.close()
             raise
         return episode
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages.group_estimator_base import Groups, on_last_token, sample_scores
-from distflow.algorithms.kl import KLController, KLMean
+from distflow.algorithms.kl import adapted_coefficient
 from distflow.algorithms.kl import apply_kl_penalty as penalise
 from distflow.algorithms.masked_reductions import masked_whiten
 from distflow.algorithms.normalization_filters_and_weights import (
@@ -24,7 +24,7 @@ from distflow.algorithms.normalization_filters_and_weights import (
     share_right,
     with_mean_one,
 )
-from distflow.algorithms.registry import AdvEstimator, check_choices, check_options, find_adv_est, find_policy_loss
+from distflow.algorithms.registry import AdvEstimator, check_options, converted, find_adv_est, find_policy_loss
 from distflow.config import Config
 from distflow.config.derived_settings import find_estimator, reward_functions
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
@@ -140,24 +140,9 @@ def clip_rewards(
     return NodeOutput({"token_level_rewards": clipped}, metrics, float(valid.sum()))
 
 
-@node_factory
-@node(role=NodeRole.REWARD, writes="token_level_rewards")
-@by_domain(lambda algorithm: algorithm.use_kl_in_reward)
-def apply_kl_penalty(config: Config) -> Callable[..., object]:
-    """Rewards minus the KL to the reference, with a coefficient that may adapt (arXiv:1909.08593)."""
-    control, adapts = config.algorithm.kl_ctrl, config.algorithm.kl_ctrl.type == "adaptive"
-    return partial(
-        subtract_kl,
-        kl_penalty=config.algorithm.kl_penalty,
-        kl_coef=control.kl_coef,
-        target_kl=control.target_kl if adapts else None,
-        horizon=control.horizon or 1,
-        mean=control.mean,  # type: ignore[arg-type]  # the config checks it
-    )
-
-
+@algorithm_node(lambda algorithm: algorithm.use_kl_in_reward)
 @node(writes="token_level_rewards", role=NodeRole.REWARD)
-def subtract_kl(
+def apply_kl_penalty(
     token_level_rewards: Tensor,
     old_log_probs: Tensor,
     ref_log_prob: Tensor,
@@ -167,14 +152,11 @@ def subtract_kl(
     reduce: Collective,
     *,
     kl_penalty: str,
-    kl_coef: float,
-    target_kl: float | None,
-    horizon: int,
-    mean: KLMean,
+    kl_ctrl: Mapping[str, Any],
 ) -> NodeOutput:
-    """Subtract the KL penalty from rewards. The coefficient is the node's state, so a resumed run continues with it."""
-    coefficient = float(ctx.state.get("value", kl_coef))
-    controller = KLController(coefficient, target_kl, horizon)
+    """Rewards minus the KL to the reference, with a coefficient that may adapt (arXiv:1909.08593). The coefficient is
+    the node's state, so a resumed run continues with it."""
+    coefficient = float(ctx.state.get("value", kl_ctrl["kl_coef"]))
     rewards, kl = penalise(
         token_level_rewards,
         old_log_probs,
@@ -183,11 +165,13 @@ def subtract_kl(
         valid,
         kl_coef=coefficient,
         kl_penalty=kl_penalty,
-        mean=mean,
+        mean=kl_ctrl["mean"],
         reduce=reduce,
     )
-    controller.update(kl, int(reduce.sum(float(len(valid)))))
-    ctx.state["value"] = controller.value
+    num_samples, ctx.state["value"] = int(reduce.sum(float(len(valid)))), coefficient
+    if kl_ctrl["type"] == "adaptive":
+        target, horizon = kl_ctrl["target_kl"], kl_ctrl["horizon"]
+        ctx.state["value"] = adapted_coefficient(coefficient, kl, num_samples, target, horizon)
     metrics = {"actor/reward_kl_penalty": kl, "actor/kl_coef": coefficient}
     return NodeOutput({"token_level_rewards": rewards}, metrics)
 
@@ -216,7 +200,6 @@ def compute_advantage(config: Config) -> Callable[..., object]:
     free = [name for name in estimator.options if name not in dir(settings)]
     what = f"estimator '{estimator.name}' (algorithm.adv_estimator_kwargs)"
     check_options(what, kwargs, free)
-    check_choices(what, estimator.fn, kwargs)
     derived: dict[str, object] = {}
     if "reward_weights" in estimator.options:
         models = {name: model.weight for name, model in scoring_models(config.reward_model).items()}
@@ -224,7 +207,7 @@ def compute_advantage(config: Config) -> Callable[..., object]:
         derived["reward_weights"] = {name: {part.name: part.weight for part in own} | models for name, own in functions}
     if "whiten" in estimator.options and is_on(settings.adv_norm):
         derived["whiten"] = False
-    options = {**derived, **kwargs}
+    options = {**derived, **converted(what, kwargs, estimator.fn)}
     fn = estimator.fn if is_ours(estimator.fn) else _finite(estimator)
     return by_agent(partial(fn, **options) if options else fn, config)
 

@@ -47,9 +47,7 @@ def score_proximal(batch: Batch, actor: Scorer) -> NodeOutput:
     return NodeOutput(written, *_entropy(scored, batch))
 
 
-@node(writes="old_log_probs", role=NodeRole.ACTOR)
 def take_rollouts(rollout_log_probs: Tensor) -> Tensor:
-    """The rollout engine's log-probs as the old ones."""
     return rollout_log_probs
 
 
@@ -74,5 +72,4 @@ def compute_ref_log_prob(batch: Batch, ref: Scorer) -> Tensor:
 
 @node(writes="values", role=NodeRole.CRITIC, reads=("prompt_ids", "response_ids", "?forks"))
 def compute_value(batch: Batch, critic: Scorer) -> Tensor:
-    """The critic's value before each response token."""
     return critic.forward(batch, ("values",)).flat("values")

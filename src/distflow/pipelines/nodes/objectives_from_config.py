@@ -43,7 +43,7 @@ def policy_objective(config: Config, derives_old: bool = False, corrected: bool 
 
 
 def _action_dim(config: Config) -> int:
-    from distflow.pipelines.nodes.embodied_rewards import action_dim  # no other run imports it
+    from distflow.pipelines.nodes.simulators_and_srpo import action_dim  # no other run imports it
 
     return action_dim(config)
 
@@ -128,7 +128,6 @@ def loss_terms(config: Config) -> tuple[str, ...]:
 
 
 def value_objective(config: Config) -> ValueObjective:
-    """The critic's loss."""
     critic = config.critic
     return ValueObjective(
         critic.cliprange_value,

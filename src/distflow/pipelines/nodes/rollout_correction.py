@@ -7,13 +7,7 @@ from torch import Tensor
 
 from distflow.algorithms.mismatch_check import Tolerance, causes
 from distflow.algorithms.registry import is_decoupled
-from distflow.algorithms.rollout_correction import (
-    Bounds,
-    Correction,
-    compute_rejection_mask,
-    compute_rollout_weights,
-    mismatch_statistics,
-)
+from distflow.algorithms.rollout_correction import compute_rejection_mask, compute_rollout_weights, mismatch_statistics
 from distflow.config import Config
 from distflow.config.keys.algorithm import spread
 from distflow.data.batch import Batch
@@ -22,43 +16,33 @@ from distflow.pipelines.nodes.objectives_from_config import DRIFT_CORRECTION, co
 from distflow.runtime.compiled_node import NodeContext
 from distflow.training.engine import Collective
 
+Compute = Callable[..., tuple[Tensor, dict[str, float]]]
+"""(the trainer's log-probs, the engine's, loss mask, reduce=...) → a column and its statistics."""
+
 
 @node_factory
 @node(role=NodeRole.ACTOR, writes="rollout_is_weights")
 def correct_mismatch(config: Config) -> Callable[..., object]:
     """Importance weights for the mismatch between the rollout engine's policy and the trainer's before the update."""
-    return _comparing(
-        config,
-        "rollout_is_weights",
-        weigh_mismatch,
-        correction=correction(config),
-        batch_normalize=config.algorithm.rollout_correction.rollout_is_batch_normalize,
-    )
+    normalizes = config.algorithm.rollout_correction.rollout_is_batch_normalize
+    compute = partial(compute_rollout_weights, correction=correction(config), batch_normalize=normalizes)
+    return _comparing(config, "rollout_is_weights", "rollout_corr", compute)
 
 
-def weigh_mismatch(
-    batch: Batch, reduce: Collective, *, trainer: str, correction: Correction, batch_normalize: bool
-) -> NodeOutput:
-    """`rollout_is_weights`, `(bs, response_length)`; see `compute_rollout_weights`."""
-    weights, statistics = compute_rollout_weights(
-        batch[trainer],
-        batch["rollout_log_probs"],
-        batch["loss_mask"],
-        correction,
-        batch_normalize=batch_normalize,
-        reduce=reduce,
-    )
-    return NodeOutput({"rollout_is_weights": weights}, {f"rollout_corr/{k}": v for k, v in statistics.items()})
-
-
-def _comparing(
-    config: Config, writes: str, function: Callable[..., NodeOutput], **options: object
-) -> Callable[..., object]:
+def _comparing(config: Config, writes: str, metrics: str, compute: Compute) -> Callable[..., object]:
     """The node function that compares the engine's log-probs with the column `trainer`: those of the trainer before
     the update, which are the proximal policy's for decoupled PPO."""
     trainer = "prox_log_probs" if is_decoupled(config.actor_rollout_ref.actor.policy_loss) else "old_log_probs"
     declared = node(writes=writes, reads=(trainer, "rollout_log_probs", "loss_mask"))
-    return declared(partial(function, trainer=trainer, **options))
+    return declared(partial(compare, trainer=trainer, writes=writes, metrics=metrics, compute=compute))
+
+
+def compare(
+    batch: Batch, reduce: Collective, *, trainer: str, writes: str, metrics: str, compute: Compute
+) -> NodeOutput:
+    """The column that `compute` returns, and its statistics, `metrics/...`."""
+    column, statistics = compute(batch[trainer], batch["rollout_log_probs"], batch["loss_mask"], reduce=reduce)
+    return NodeOutput({writes: column}, {f"{metrics}/{name}": value for name, value in statistics.items()})
 
 
 @node_factory
@@ -69,7 +53,6 @@ def correct_drift(config: Config) -> Callable[..., object]:
     return partial(weigh_after_drift, limit=Tolerance.of(exact).mean)
 
 
-@node(writes="rollout_is_weights", role=NodeRole.ACTOR)
 def weigh_after_drift(
     old_log_probs: Tensor,
     rollout_log_probs: Tensor,
@@ -113,19 +96,5 @@ def reject_mismatch(config: Config) -> Callable[..., object]:
     """Exclude tokens and sequences with a large mismatch between rollout engine and trainer from the loss."""
     settings = config.algorithm.rollout_correction
     bounds = spread(settings.rollout_rs_threshold, len(settings.rollout_rs))
-    return _comparing(config, "loss_mask", mask_mismatch, rollout_rs=settings.rollout_rs, bounds=bounds)
-
-
-def mask_mismatch(
-    batch: Batch, reduce: Collective, *, trainer: str, rollout_rs: tuple[str, ...], bounds: tuple[Bounds, ...]
-) -> NodeOutput:
-    """`loss_mask` without the rejected tokens; see `compute_rejection_mask`."""
-    mask, statistics = compute_rejection_mask(
-        batch[trainer],
-        batch["rollout_log_probs"],
-        batch["loss_mask"],
-        rollout_rs=rollout_rs,
-        bounds=bounds,
-        reduce=reduce,
-    )
-    return NodeOutput({"loss_mask": mask}, {f"rejection/{k}": v for k, v in statistics.items()})
+    compute = partial(compute_rejection_mask, rollout_rs=settings.rollout_rs, bounds=bounds)
+    return _comparing(config, "loss_mask", "rejection", compute)

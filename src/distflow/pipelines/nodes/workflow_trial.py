@@ -46,7 +46,6 @@ def try_workflow(spec: Spec, tokenizer: Callable[[], Any]) -> list[str]:
     what = f"the workflow '{workflow.name}', tried on the first row ({row.origin}) with the reply {REPLY!r}"
     if kind == "fault":
         raise UserError(f"{KEY}: {what}: {said}. Correct it; trust.check_rewards=false skips this trial")
-    said = said if kind else f"its episode did not end within {_WITHIN_S:g} s: it is slow, or asks forever"
     return [] if kind == "fine" else [f"note: {what}: {said}"]
 
 
@@ -98,7 +97,7 @@ async def _episode(spec: Spec, workflow: Workflow, row: PromptRow, tokenizer: An
 
 
 def _in_fork(work: Callable[[], str], within_s: float) -> str:
-    """What it returns; empty if it does not end in time. The fork and all processes that it started are killed."""
+    """What it returns; a note if it does not. The fork and all processes that it started are killed."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # or the fork would write again what is waiting
     reads, writes = os.pipe()
@@ -113,13 +112,14 @@ def _in_fork(work: Callable[[], str], within_s: float) -> str:
             os._exit(0)
     os.close(writes)
     ready, _, _ = select.select([reads], [], [], within_s)
-    said = os.read(reads, 4096).decode(errors="replace") if ready else ""
+    late = f"note its episode did not end within {within_s:g} s: it is slow, or asks forever"
+    said = os.read(reads, 4096).decode(errors="replace") if ready else late
     os.close(reads)
     for kill in (os.killpg, os.kill):  # before it leads a group of its own, there is none
         with contextlib.suppress(ProcessLookupError):
             kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return said
+    return said or "note its episode ended the process"
 
 
 def describe_turns(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> list[str]:

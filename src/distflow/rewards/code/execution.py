@@ -336,7 +336,6 @@ def _first_step(runner: AssertionRunner, program: ProgramUnderTest, tests: Asser
 
 
 def _printed(ran: AnySession | RunResult) -> str:
-    """The end of its output."""
     return (ran.stdout[-_SHOWN:] + ran.stderr[-_SHOWN:]).strip()
 
 

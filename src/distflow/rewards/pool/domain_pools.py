@@ -212,7 +212,6 @@ class Pools:
         return await self._pools[key].call(name, arguments)
 
     def set_on_result(self, on_result: OnResult) -> None:
-        """Set the callback for every result, see `Pool`."""
         for pool in self._pools.values():
             pool.on_result = on_result
 
@@ -227,7 +226,6 @@ class Pools:
         return frozenset[str]().union(*(pool.takes_conversations for pool in self._pools.values()))
 
     def close(self) -> None:
-        """Kill all processes; see `RewardPool.close`."""
         with ThreadPoolExecutor(max(len(self._pools), 1), thread_name_prefix="distflow-pools") as threads:
             list(threads.map(lambda pool: pool.close(), self._pools.values()))
 

@@ -63,7 +63,7 @@ class Pool(ABC):
         on_repeat: OnRepeat = lambda number: None,
         give_up_after: int = 0,
     ) -> list[RewardResult]:
-        """Call function `name` for each of these arguments (by their names in `functions.PARAMETERS`; plain JSON
+        """Call function `name` for each of these arguments (by their names in `reward_functions.PARAMETERS`; plain JSON
         values). timeout_s: of each. give_up_after: raises GivenUp once that many calls timed out and none with such a
         limit has returned; 0 means never."""
         on_result = None if self.closed else self.on_result

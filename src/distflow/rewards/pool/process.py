@@ -216,8 +216,8 @@ class RewardProcess:
             return "the reward worker ran out of memory"
         is_killed = status is not None and status < 0
         how = f"was killed by {signal.Signals(-status).name}" if is_killed else f"exited with {status}"
-        self._stderr.seek(0)
-        text = self._stderr.read()[-_SHOWN_STDERR_BYTES:].decode(errors="replace").strip()
+        self._stderr.seek(max(self._stderr.seek(0, os.SEEK_END) - _SHOWN_STDERR_BYTES, 0))
+        text = self._stderr.read().decode(errors="replace").strip()
         return f"the reward worker {how}" + (f" ({text})" if text else "")
 
     def kill(self) -> None:

@@ -1,8 +1,7 @@
 """The process that runs reward functions: it reads one request at a time from its socket and answers it. A request has
 one response, or several for a function that is async or batched. It does not import torch itself.
 
-Started by `process.py` as `python -P -m distflow.rewards.pool.worker FD PARENT_PID MEMORY_BYTES`. The probe is a reward
-function that calls another one, and also returns the texts in that one's source.
+Started by `process.py` as `python -P -m distflow.rewards.pool.worker FD PARENT_PID MEMORY_BYTES`.
 """
 
 import ctypes
@@ -23,62 +22,15 @@ from distflow.import_target import innermost, is_async
 from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.pool.process import EXIT_OUT_OF_MEMORY, Channel, PeerGone, encode
 from distflow.rewards.reward_functions import (
-    PROMPT,
     call,
-    call_arguments,
     call_batched,
     is_batched,
     load_reward,
     split_batch,
     takes_conversation,
     takes_groups,
-    texts_in,
-    with_options,
 )
-from distflow.rewards.reward_results import due_within, left_s, read_score
-
-TEXTS = "texts of its source"
-NO_NETWORK = "a reward function is tried without a network"
-
-
-def probe_target(target: str, network: bool) -> str:
-    """Target of a function that returns `target`'s result and the texts in its source. network: whether it may use
-    one."""
-    return with_options(f"{__name__}:probe", {"target": target, "network": network})
-
-
-def probe(
-    data_source: str,
-    solution_str: str,
-    ground_truth: object,
-    extra_info: Mapping[str, object] | None = None,
-    prompt: str = "",
-    target: str = "",
-    network: bool = True,
-) -> dict[str, object]:
-    """See `probe_target`."""
-    function, texts = _load(target, network)
-    asked = {PROMPT: prompt, **call_arguments(data_source, solution_str, ground_truth, extra_info or {})}
-    (answer,) = score_all(target, function, [asked], left_s())
-    if "score" not in answer:
-        raise ValueError(answer.get("error", "it timed out"))
-    return {TEXTS: texts, **cast(dict[str, object], answer["extra"]), "score": answer["score"]}
-
-
-@cache
-def _load(target: str, network: bool) -> tuple[Callable[..., object], list[str]]:
-    """The function, and the short texts in it and in helpers of its module."""
-
-    def refuse(*_: object) -> None:
-        raise ConnectionError(NO_NETWORK)
-
-    for name in () if network else ("connect", "connect_ex", "sendto"):
-        setattr(socket.socket, name, refuse)
-    function = load_reward(target)
-    plain = inspect.unwrap(innermost(function))
-    texts = dict.fromkeys(texts_in(plain, str(getattr(plain, "__module__", "")), set()))
-    return function, [text for text in texts if 0 < len(text) <= 80][:40]
-
+from distflow.rewards.reward_results import due_within, read_score
 
 if TYPE_CHECKING:
     import asyncio

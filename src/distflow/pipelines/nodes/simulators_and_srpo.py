@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distflow.algorithms.advantages.group_estimator_base import on_last_token
+from distflow.algorithms.normalization_filters_and_weights import Band
 from distflow.algorithms.srpo import SrpoReward, SrpoSettings, srpo_rewards
 from distflow.config import Config
 from distflow.environments.simulators.action_tokens import action_bounds, denoising_steps
@@ -81,7 +82,6 @@ def place_rewards(config: Config) -> Callable[..., object]:
     return partial(reward_steps, dim=dim)
 
 
-@node(role=NodeRole.REWARD, writes="token_level_scores", scope="group")
 def reward_steps(
     scores: Tensor, reward_extra: list[Mapping[str, Any]], turn_index: Tensor, response_mask: Tensor, *, dim: int | None
 ) -> Tensor:
@@ -107,32 +107,19 @@ def reward_steps(
 def embodied_sampling(config: Config) -> Callable[..., object]:
     """The filter of groups by `embodied_sampling`."""
     own = config.embodied_sampling
-    return partial(
-        keep_group,
-        filter_accuracy=own.filter_accuracy,
-        accuracy_lower_bound=own.accuracy_lower_bound,
-        accuracy_upper_bound=own.accuracy_upper_bound,
-        filter_truncated=own.filter_truncated,
-    )
+    bounds = (own.accuracy_lower_bound, own.accuracy_upper_bound) if own.filter_accuracy else (0.0, 1.0)
+    return partial(keep_group, bounds=bounds, filter_truncated=own.filter_truncated)
 
 
-@node(role=NodeRole.DYNAMIC_SAMPLING, writes=())
 def keep_group(
-    success: Tensor,
-    truncated: Tensor,
-    valid: Tensor,
-    *,
-    filter_accuracy: bool,
-    accuracy_lower_bound: float,
-    accuracy_upper_bound: float,
-    filter_truncated: bool,
+    success: Tensor, truncated: Tensor, valid: Tensor, *, bounds: Band, filter_truncated: bool
 ) -> Drop | None:
     """A group whose share of successes is out of bounds, or that has a truncated episode, is replaced. Episodes with a
     reward error do not count."""
     valid = valid.bool()
     share = float(success[valid].double().mean()) if bool(valid.any()) else 0.0
-    if filter_accuracy and not accuracy_lower_bound <= share <= accuracy_upper_bound:
-        return Drop(TOO_HARD if share < accuracy_lower_bound else TOO_EASY)
+    if not bounds[0] <= share <= bounds[1]:
+        return Drop(TOO_HARD if share < bounds[0] else TOO_EASY)
     return Drop(TRUNCATED) if filter_truncated and bool(truncated[valid].any()) else None
 
 
@@ -144,7 +131,7 @@ def pixels(frames: NDArray[np.uint8]) -> list[float]:
 
 
 @node_factory
-@node(role=NodeRole.REWARD, writes=("embeddings", "valid", "reward_errors"))
+@node(role=NodeRole.REWARD, writes=("embeddings", "valid", "reward_errors"), scope="group")
 def embed(config: Config) -> Callable[..., object]:
     """The node for `srpo.embedder`. Raises UserError for an unusable one."""
     if (target := config.srpo.embedder) == PIXELS:
@@ -155,7 +142,6 @@ def embed(config: Config) -> Callable[..., object]:
         raise UserError(f"srpo.embedder: {error}") from error
 
 
-@node(role=NodeRole.REWARD, writes=("embeddings", "valid", "reward_errors"), scope="group")
 async def embed_episodes(
     reward_extra: list[Mapping[str, Any]],
     valid: Tensor,
@@ -197,7 +183,6 @@ def _embedding_of(paths: Sequence[str], embedder: Callable[[NDArray[np.uint8]], 
 @node_factory
 @node(role=NodeRole.REWARD, writes=("token_level_rewards", "srpo_distance", "reward_parts"))
 def srpo_reward(config: Config) -> Callable[..., object]:
-    """The node for the settings of `srpo`."""
     return partial(shape_rewards, settings=srpo_settings(config))
 
 
@@ -206,7 +191,6 @@ def srpo_settings(config: Config) -> SrpoSettings:
     return SrpoSettings(own.eps, own.min_samples, own.max, own.steepness, own.reward_coef)
 
 
-@node(role=NodeRole.REWARD, writes=("token_level_rewards", "srpo_distance", "reward_parts"))
 def shape_rewards(
     uid: list[str],
     embeddings: list[list[float]],

@@ -8,8 +8,8 @@ import pytest
 
 from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.errors import UserError
-from distflow.rewards import self_check as self_check_module
-from distflow.rewards.self_check import known_cases, run_self_check, self_check_faults, self_check_scores
+from distflow.rewards import startup_checks
+from distflow.rewards.startup_checks import known_cases, run_self_check, self_check_faults, self_check_scores
 from tests.rewards.routers import make_router
 
 NOT_KNOWN = (CUSTOM_REWARD, "judge", "model", "verifiers")  # their cases
@@ -42,11 +42,11 @@ def test_a_hang_is_killed_at_its_deadline():
 
 
 def test_a_machine_where_the_hang_is_not_killed_is_named(monkeypatch):
-    monkeypatch.setattr(self_check_module, "HANG_DEADLINE_S", 20.0)  # nothing hangs here
-    monkeypatch.setattr(self_check_module, "FAILS_TARGET", "distflow.rewards.text_rewards:has_format")
+    monkeypatch.setattr(startup_checks, "HANG_DEADLINE_S", 20.0)  # nothing hangs here
+    monkeypatch.setattr(startup_checks, "FAILS_TARGET", "distflow.rewards.text_rewards:has_format")
     with pytest.raises(RuntimeError, match=r"a reward function that fails \(ValueError\) must give no score"):
         asyncio.run(self_check_faults())
-    monkeypatch.setattr(self_check_module, "_FAILURES", ())
+    monkeypatch.setattr(startup_checks, "_FAILURES", ())
     with pytest.raises(RuntimeError, match="was not killed"):
         asyncio.run(self_check_faults())
 

@@ -2,12 +2,14 @@
 
 from distflow.config import Config, preset_config
 from distflow.config.derived_settings import algorithms
-from distflow.config.keys.algorithm import is_on
+from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.errors import UserError
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
-from distflow.pipelines.nodes import embodied_rewards
+from distflow.pipelines.nodes.simulators_and_srpo import embed, embodied_sampling, simulator_columns, srpo_reward
 from distflow.pipelines.policy_gradient import estimate_advantages, prepare_training_data
+
+_OF_REWARDS = ("reward_shift", "reward_scale", "reward_clip", "whiten_rewards", "use_kl_in_reward", "reward_level")
 
 
 def embodied_srpo_pipeline(config: Config | None = None) -> TaskGraph:
@@ -18,10 +20,10 @@ def embodied_srpo_pipeline(config: Config | None = None) -> TaskGraph:
     pipeline = Pipeline("embodied_grpo_training_pipeline", "GRPO in a simulator, with rewards of SRPO")
     pipeline.add_node("rollout_actor", nodes.run_workflow)
     pipeline.add_node("function_reward", nodes.take_scores)
-    pipeline.add_node("simulator_columns", embodied_rewards.simulator_columns)
-    pipeline.add_node("embodied_sampling", embodied_rewards.embodied_sampling, ["simulator_columns"], validates=False)
-    pipeline.add_node("embedding", embodied_rewards.embed, ["embodied_sampling"], validates=False)
-    pipeline.add_node("compute_reward", embodied_rewards.srpo_reward, ["embedding"], plane="training")
+    pipeline.add_node("simulator_columns", simulator_columns)
+    pipeline.add_node("embodied_sampling", embodied_sampling, ["simulator_columns"], validates=False)
+    pipeline.add_node("embedding", embed, ["embodied_sampling"], validates=False)
+    pipeline.add_node("compute_reward", srpo_reward, ["embedding"], plane="training")
     prepare_training_data(pipeline, config)
     estimate_advantages(pipeline, config)
     pipeline.add_node("actor_train", nodes.train_actor)
@@ -33,16 +35,9 @@ def _check(config: Config) -> None:
         raise UserError(
             f"actor_rollout_ref.rollout.workflow={workflow}: embodied_srpo acts in a simulator: set it to simulator"
         )
+    usual = AlgorithmConfig()
     for name, each in algorithms(config):
-        changed = {
-            "reward_norm": is_on(each.reward_norm),
-            "reward_shift": each.reward_shift != 0,
-            "reward_scale": each.reward_scale != 1,
-            "reward_clip": each.reward_clip is not None,
-            "whiten_rewards": each.whiten_rewards,
-            "use_kl_in_reward": each.use_kl_in_reward,
-            "reward_level": each.reward_level != "token",
-        }
-        if wrong := [key for key, is_set in changed.items() if is_set]:
+        changed = [key for key in _OF_REWARDS if getattr(each, key) != getattr(usual, key)]
+        if wrong := ["reward_norm"] * is_on(each.reward_norm) + changed:
             where = f"algorithm.domains.{name}" if name else "algorithm"
             raise UserError(f"{where}.{wrong[0]}: SRPO sets the rewards: remove it (srpo.reward_coef scales them)")

@@ -1,16 +1,8 @@
 """Checks before a run: known responses and the data set's reference solutions get the right scores, the tests of rows
-are not broken, and a faulty function gives reward errors.
-
-The faulty function, which raises, returns nonsense, exits or hangs, is at the end of this file.
-"""
+are not broken, and a faulty function (`pool/probes.py`) gives reward errors."""
 
 import ast
 import asyncio
-import hashlib
-import json
-import math
-import os
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +16,7 @@ from distflow.observe.sanitized_output import escape_control
 from distflow.rewards.extracted_answers import bare_answer, decoded
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.reward_functions import FAILS, FAILS_TARGET, call_arguments
-from distflow.rewards.reward_results import Case, Error, RewardResult, Score, Timeout, own_reward_result, scored_right
+from distflow.rewards.reward_results import Case, Error, RewardResult, Score, Timeout, scored_right, why
 
 if TYPE_CHECKING:  # it loads torch; this module does not, so that the check can start earlier
     from distflow.rewards.router import RewardRouter
@@ -32,8 +24,6 @@ if TYPE_CHECKING:  # it loads torch; this module does not, so that the check can
 HANG_DEADLINE_S = 0.5
 _FAILURES = ("ValueError", "KeyError", "nan", "None", "text", "exit")
 """Ways of `fail` that must give no score: an error or, on a busy machine, a timeout."""
-
-ECHO = "(echo)"
 
 _SHOWN_ROWS = 20
 _SHOWN = 200
@@ -219,17 +209,6 @@ def find_broken(names: Iterable[str], ground_truth: object, extra_info: Mapping[
 _load_check = cache(load_function)
 
 
-def why(reward_result: RewardResult) -> str:
-    """A reward result in words: the score, and the first failed case if the reward function reports one."""
-    if not isinstance(reward_result, Score):
-        return str(reward_result)
-    failed = reward_result.extra.get("failed")
-    first = failed[0] if isinstance(failed, list) and failed else None
-    if isinstance(first, dict) and "why" in first:
-        return f"{own_reward_result(reward_result):g}, {first.get('case', '')}: {first['why']}"
-    return f"{own_reward_result(reward_result):g}"
-
-
 def must_accept(name: str) -> bool:
     """Whether the function must score a solution as right: it compares with the ground truth, knows columns of
     solutions, or is a user's."""
@@ -255,29 +234,3 @@ async def _try(router: "RewardRouter", solution: Solution, free: asyncio.Semapho
             if not scored_right(reward_result):
                 return escape_control(f"{part.name}: {why(reward_result)}", _SHOWN, one_line=True)
         return ""
-
-
-def fail(solution_str: str, ground_truth: object = None, extra_info: object = None) -> object:
-    """Fail in the way that the response names; by a ValueError if it names none. With `ECHO` in it, return `echo`."""
-    match solution_str:
-        case text if ECHO in text:
-            return echo(text, ground_truth, extra_info)
-        case "hang":  # practically forever, in the C code of `re`, which holds the interpreter lock
-            return re.match(r"(a|aa)+$", "a" * 200 + "b")
-        case "exit":  # as a crash does
-            os._exit(0)
-        case "KeyError":
-            raise KeyError("as it should")
-        case "nan":
-            return math.nan
-        case "None":
-            return None
-        case "text":
-            return "1.0"
-    raise ValueError("as it should")
-
-
-def echo(solution_str: str, ground_truth: object, extra_info: object) -> float:
-    """A number that changes with any change of the arguments."""
-    text = json.dumps([solution_str, ground_truth, extra_info], sort_keys=True)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little") / 2**48

@@ -9,23 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from distflow.config import preset_config
+from distflow.config import Config, preset_config
+from distflow.config.keys.algorithm import EmbodiedSamplingConfig
 from distflow.config.keys.schema import with_values
 from distflow.data.images import keep_pixels
 from distflow.errors import UserError
 from distflow.graph import Drop
-from distflow.pipelines.embodied import embodied_srpo_pipeline
-from distflow.pipelines.nodes import embodied_rewards
+from distflow.pipelines.embodied_srpo import embodied_srpo_pipeline
+from distflow.pipelines.nodes import simulators_and_srpo
 from distflow.training.engine import OneRank
 from tests.pipelines.srpo_ranks import NUMBER, episodes, shaped
 from tests.ranks import run_ranks
-
-BOUNDS = {
-    "filter_accuracy": True,
-    "accuracy_lower_bound": 0.25,
-    "accuracy_upper_bound": 0.75,
-    "filter_truncated": False,
-}
 
 
 @pytest.mark.parametrize(
@@ -33,25 +27,27 @@ BOUNDS = {
     [
         ([1, 0, 0, 0], [1, 1, 1, 1], {}, None),
         ([1, 1, 1, 0], [1, 1, 1, 1], {}, None),
-        ([0, 0, 0, 0], [1, 1, 1, 1], {}, embodied_rewards.TOO_HARD),
-        ([1, 1, 1, 1], [1, 1, 1, 1], {}, embodied_rewards.TOO_EASY),
-        ([1, 1, 1, 0], [1, 1, 1, 0], {}, embodied_rewards.TOO_EASY),
+        ([0, 0, 0, 0], [1, 1, 1, 1], {}, simulators_and_srpo.TOO_HARD),
+        ([1, 1, 1, 1], [1, 1, 1, 1], {}, simulators_and_srpo.TOO_EASY),
+        ([1, 1, 1, 0], [1, 1, 1, 0], {}, simulators_and_srpo.TOO_EASY),
         ([0, 0, 0, 0], [1, 1, 1, 1], {"filter_accuracy": False}, None),
-        ([1, 0, 0, 0], [1, 1, 1, 1], {"filter_truncated": True}, embodied_rewards.TRUNCATED),
+        ([1, 1, 1, 1], [1, 1, 1, 1], {"filter_accuracy": False}, None),
+        ([1, 0, 0, 0], [1, 1, 1, 1], {"filter_truncated": True}, simulators_and_srpo.TRUNCATED),
         ([1, 0, 0, 0], [1, 1, 1, 0], {"filter_truncated": True}, None),
     ],
 )
 def test_groups_are_kept_by_their_share_of_successes(won: Any, valid: Any, changes: Any, reason: str | None) -> None:
     truncated = torch.tensor([False, False, False, True])
-    found = embodied_rewards.keep_group(
-        torch.tensor(won).bool(), truncated, torch.tensor(valid).bool(), **{**BOUNDS, **changes}
-    )
+    options = {"filter_accuracy": True, "filter_truncated": False, **changes}
+    sampling = EmbodiedSamplingConfig(accuracy_lower_bound=0.25, accuracy_upper_bound=0.75, **options)
+    keep_group: Any = simulators_and_srpo.embodied_sampling(Config(embodied_sampling=sampling))
+    found = keep_group(torch.tensor(won).bool(), truncated, torch.tensor(valid).bool())
     assert found == (None if reason is None else Drop(reason))
 
 
 def test_columns_of_episodes() -> None:
     parts = [{"success": 1.0, "env_steps": 7.0, "episode_len": 2.0}, {}, {"success": 0.0, "env_steps": 2.0}]
-    found: Any = embodied_rewards.simulator_columns(
+    found: Any = simulators_and_srpo.simulator_columns(
         parts, [{"instruction": "put/it\nthere"}, {}, {"instruction": "go"}]
     )
     assert {name: column.tolist() for name, column in found.batch.items()} == {
@@ -83,21 +79,21 @@ def test_rewards_are_on_the_last_token_of_each_action_or_chunk(dim: int | None, 
     turns = torch.tensor([[0, 0, 0, 0, -1, 1, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0, 0, 0]])
     mask = torch.tensor([[1.0, 1, 1, 1, 0, 1, 1, 1, 0], [1.0, 1, 1, 1, 0, 0, 0, 0, 0]])
     extra = [{"step_rewards": [[0.5, 0.25], [0.25]]}, {}]
-    found = embodied_rewards.reward_steps(torch.tensor([2.0, -3.0]), extra, turns, mask, dim=dim)
+    found = simulators_and_srpo.reward_steps(torch.tensor([2.0, -3.0]), extra, turns, mask, dim=dim)
     assert found.tolist() == wanted
 
 
 def test_equal_scores_stay_equal_where_their_parts_are_not_exact() -> None:
     turns = torch.tensor([[0] * 6] * 2)
     extra = [{"step_rewards": [[0.1, 0.2, 0.3]]}, {"step_rewards": [[0.3, 0.1, 0.2]]}]
-    found = embodied_rewards.reward_steps(torch.tensor([0.6, 0.6]), extra, turns, torch.ones(2, 6), dim=2).double()
+    found = simulators_and_srpo.reward_steps(torch.tensor([0.6, 0.6]), extra, turns, torch.ones(2, 6), dim=2).double()
     first, second = found.sum(dim=1).tolist()
     assert first == second == pytest.approx(0.6, abs=1e-6)
 
 
 def embedded(frames: list[list[str]], embedder: Any, valid: list[bool] | None = None) -> dict[str, Any]:
     valid = valid or [True] * len(frames)
-    work: Any = embodied_rewards.embed_episodes(
+    work: Any = simulators_and_srpo.embed_episodes(
         [{"frames": own} for own in frames], torch.tensor(valid), [None] * len(frames), embedder=embedder
     )
     return asyncio.run(work).batch
@@ -107,7 +103,7 @@ def test_the_embedder_sees_all_frames_in_order(tmp_path: Path) -> None:
     paths = [keep_pixels(np.full((20, 20, 3), level, np.uint8), tmp_path) for level in (0, 51, 255)]
     found = embedded([paths, paths[:2]], lambda frames: frames[:, 0, 0, 0].sum() / len(frames))
     assert found["embeddings"] == [[102.0], [25.5]] and found["valid"].tolist() == [True, True]
-    found = embedded([paths, paths[:2]], embodied_rewards.pixels)
+    found = embedded([paths, paths[:2]], simulators_and_srpo.pixels)
     assert found["embeddings"] == [[1.0] * 192, pytest.approx([0.2] * 192)]
 
 
