@@ -176,7 +176,10 @@ class DecoderView:
         """The last layer's output for these tokens, whose keys and values are written to the memory, and which see what
         it has before them."""
         hidden, extent = self._embed(ids), keys.shape[-2]
-        cos, sin = (table[positions][:, :, None] for table in self._rotary_rows(extent, hidden))
+        # Only padding can be behind the model's positions. For it the table does not grow: CUDA graphs have its address.
+        last = min(extent, self.max_positions) - 1
+        tables = self._rotary_rows(last + 1, hidden)
+        cos, sin = (table[positions.clamp(max=last)][:, :, None] for table in tables)
         rows = torch.arange(len(ids), device=self.device)
         seen = (torch.arange(extent, device=self.device) <= positions[..., None])[:, None]
         for index, layer in enumerate(self._body.layers):

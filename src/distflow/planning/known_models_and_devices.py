@@ -72,7 +72,7 @@ class ModelShape:
                 active_experts=int(config["num_experts_per_tok"]) if is_mixture else 1,
                 context=config.get("max_position_embeddings"),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise UserError(f"the config of a '{kind}' lacks a size or has a wrong one: {error}") from error
         sizes = [shape.hidden, shape.layers, shape.heads, shape.kv_heads, shape.vocabulary, shape.intermediate]
         if min(sizes) < 1:

@@ -89,15 +89,14 @@ class EngineWeights:
         if self.shared:
             check_shared(self.module, weights)
             return WeightReceipt(version, shared=True)
-        if self._released:
-            self._released = {}
-            for weight in self.module.parameters():
-                weight.data = weight.data.new_empty(weight.shape)
+        released, self._released = self._released, {}
+        for weight in self.module.parameters() if released else ():
+            weight.data = weight.data.new_empty(weight.shape)
         was_whole, self.is_whole = self.is_whole, False
         try:
             hashes = copy_weights(self.module, weights)
         except ValueError:
-            self.is_whole = was_whole
+            self.is_whole, self._released = was_whole, released
             raise
         self.is_whole = True
         return WeightReceipt(version, hashes)

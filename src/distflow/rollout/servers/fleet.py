@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 import httpx
 from torch import Tensor
 
-from distflow.errors import TrustError, UserError
+from distflow.errors import TrustError
 from distflow.rollout.engine import Activity, GenerateRequest, GenerateResult, RequestLog, Stream, WeightReceipt
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers import http_engine
@@ -34,10 +34,7 @@ _FORGET_S: Final = 60.0
 """An idle server's measured speed is forgotten after this time, so that it is tried again."""
 _MOST_HOMES: Final = 10_000
 _MOST_BACK_OFF_S: Final = 30.0
-_FAILURES: Final = (
-    *(ServerFailed, TrustError, UserError, httpx.HTTPError, OSError),
-    *(ValueError, LookupError, TypeError, AttributeError),  # malformed answers
-)
+_FAILURES: Final = (ServerFailed, TrustError, httpx.HTTPError, OSError, *http_engine.MALFORMED)
 """Errors that a server restart may raise."""
 
 _log = logging.getLogger(__name__)

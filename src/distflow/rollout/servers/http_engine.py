@@ -44,6 +44,8 @@ UNLIMITED: Final = httpx.Timeout(None, connect=_CONNECT_S)  # for responses: `_w
 _START_LOOKS_EVERY_S: Final = 0.2
 _AT_SOCKET: Final = "http://server"
 _NO_LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=1.0)
+MALFORMED: Final = (ValueError, LookupError, TypeError, AttributeError)
+"""Errors that reading an answer of another form raises."""
 
 _log = logging.getLogger(__name__)
 
@@ -291,7 +293,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     async def _answers(self, request: GenerateRequest) -> list[Answer]:
         try:
             return await self.ask(request)
-        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as err:
+        except MALFORMED as err:
             if isinstance(err, UserError):
                 raise
             raise lie(self.who, f"in a form that its interface does not define ({type(err).__name__}: {err})") from err
@@ -433,7 +435,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             await self._count()
         except httpx.TransportError:  # if the machine is gone, open requests get no error
             return False
-        except (httpx.HTTPError, TrustError, ValueError):
+        except (httpx.HTTPError, TrustError, ServerFailed, *MALFORMED):
             pass  # only a missing answer counts here
         return True
 
@@ -451,8 +453,13 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
         """Write weights as files into a folder. Raises ValueError if they do not fit the model."""
-        own = {plain_name(name): p for name, p in unwrapped(self.model).named_parameters(remove_duplicate=False)}
+        own = self.parameters()
         return self.folder.save(checked(own, weights), sum(each.nbytes for each in own.values()))
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those of the model, by the names under which a trainer sends them."""
+        named = unwrapped(self.model).named_parameters(remove_duplicate=False)
+        return {plain_name(name): parameter for name, parameter in named}
 
     async def _update(self, files: WeightFiles) -> None:
         await self.halt_for_update()

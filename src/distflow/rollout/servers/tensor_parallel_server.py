@@ -121,8 +121,7 @@ class _Follower(HttpEngine):
             raise ValueError(f"weights of {version} offered to an engine that serves {self.version}")
         sent = None
         if weights is not None:
-            own = dict(self.model.named_parameters(remove_duplicate=False))
-            hashing = partial(stripe_hashes, checked(own, weights))
+            hashing = partial(stripe_hashes, checked(self.parameters(), weights))
             sent = await asyncio.get_running_loop().run_in_executor(None, hashing)
         due = time.monotonic() + CALL_S
         while not self.group.has(version):
