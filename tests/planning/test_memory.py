@@ -10,8 +10,8 @@ from distflow.launch.select_pipeline import bind
 from distflow.models import log_probs
 from distflow.planning import memory
 from distflow.planning.allocation_expression import follow_allocation
-from distflow.planning.device_plan import plan_devices
 from distflow.planning.known_models_and_devices import Device, ModelShape
+from distflow.planning.make_plan import plan_devices
 from distflow.planning.memory import WorkerMemory, activation_bytes, adapter_weights, worker_memory
 from distflow.runtime.weight_sync import sender
 from distflow.training import torch_engine

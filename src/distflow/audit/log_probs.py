@@ -23,7 +23,7 @@ from distflow.audit.recorded_step import (
     policies_of_conversations,
 )
 from distflow.config.derived_settings import is_rl
-from distflow.training.policies import models_of
+from distflow.training.multi_policy_engine import models_of
 
 MOST, LEAST = 16, 4
 SHARE = 0.04

@@ -29,8 +29,8 @@ from distflow.errors import UserError, count_of
 from distflow.graph import BoundNode, BoundPipeline
 from distflow.graph.contract_from_signature import canonical
 from distflow.graph.fields import TOKEN_AXES, Axis, Field
-from distflow.planning.device_plan import plan_devices
 from distflow.planning.known_models_and_devices import Device, ModelShape
+from distflow.planning.make_plan import plan_devices
 from distflow.planning.measured_rates import Rates
 from distflow.planning.memory import (
     USABLE,

@@ -85,7 +85,7 @@ class _Optimizers:
         self.state = {weight: entries for each in optimizers for weight, entries in each.state.items()}
 
 
-class PolicyScorers:
+class MultiPolicyScorer:
     """Scores by several policies. engines: by policy name."""
 
     def __init__(self, engines: Mapping[str, PolicyScorer]) -> None:
@@ -101,7 +101,7 @@ class PolicyScorers:
         return scored
 
 
-class Policies(PolicyScorers):
+class MultiPolicyTrainer(MultiPolicyScorer):
     """A `TrainEngine` for several policies. engines: by policy name. agents: one of each policy."""
 
     def __init__(self, engines: Mapping[str, PolicyTrainer], agents: Mapping[str, str]) -> None:
@@ -153,7 +153,7 @@ class Policies(PolicyScorers):
 
 
 def tensors_of_policy(tensors: Mapping[str, Tensor], policy: str) -> dict[str, Tensor]:
-    """The tensors of one policy from those of `Policies.state`, by its own engine's names."""
+    """The tensors of one policy from those of `MultiPolicyTrainer.state`, by its own engine's names."""
     found = dict[str, Tensor]()
     for name, tensor in tensors.items():
         kind, weight = _split(name)
