@@ -30,7 +30,7 @@ from distflow.models.loading import (
     load_tokenizer,
 )
 from distflow.models.lora import add_lora, check_targets, require_peft
-from distflow.models.paths import BUILTIN_FOLDER, BUILTIN_PREFIX, resolve_path
+from distflow.models.model_paths_and_folder_checks import BUILTIN_FOLDER, BUILTIN_PREFIX, resolve_path
 from distflow.models.sharding import Sharding, check_divisible, shard_model
 from distflow.planning.independent_parts import parse_size
 from distflow.planning.known_models_and_devices import ModelShape, find_device

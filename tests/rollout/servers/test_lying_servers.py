@@ -370,6 +370,31 @@ def test_one_that_answers_everything_but_a_request_is_asked_again(
     run(make(server.url), story)
 
 
+@pytest.mark.parametrize("refused", [404, [], {}, {"results": [None]}], ids=str)
+def test_a_refused_look_does_not_end_the_watch(server: Server, refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server did answer. When it falls silent later, this is still found."""
+    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.02)
+    looks = 0
+
+    async def story(engine: VllmEngine) -> None:
+        monkeypatch.setattr(http_engine, "ATTACH_S", 0.5)
+
+        def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
+            nonlocal looks
+            if engine.number_of_server:
+                return true
+            if asked.get("method") == "distflow_count":
+                looks += 1
+                return refused if looks == 1 else None
+            return server.released.wait(DEADLINE_S) if path == GENERATE else true
+
+        server.lie = lie
+        (response, _) = (await engine.generate(request())).generations
+        assert response.token_ids == [7] * 4 and engine.number_of_server == 1 and looks > 1
+
+    run(make(server.url), story)
+
+
 @pytest.mark.parametrize(
     ("kind", "path"), [(VllmEngine, GENERATE), (SGLangEngine, "/generate"), (OpenAIEngine, "/v1/completions")]
 )
