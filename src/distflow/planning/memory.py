@@ -101,12 +101,13 @@ def _freed_memory(items: Sequence[MemoryItem]) -> Iterator[MemoryItem]:
 
 def sizes_of(plan: Plan, role: str) -> Sizes:
     """The sizes of a role's model; one rank without layouts has all of it."""
-    return next((layout.sizes for layout in plan.layouts if layout.role == role), Sizes())
+    layout = plan.layout(role)
+    return Sizes() if layout is None else layout.sizes
 
 
 def shards_of(plan: Plan, config: Config, role: str) -> int:
     """On how many ranks one copy of a role's weights lies."""
-    layout = next((layout for layout in plan.layouts if layout.role == role), None)
+    layout = plan.layout(role)
     if layout is None:
         return 1
     if role == "rollout":
@@ -143,6 +144,15 @@ def samples_per_prompt(config: Config) -> int:
     return config.actor_rollout_ref.rollout.n if is_rl(config) else 1
 
 
+def samples_per_step(config: Config) -> int:
+    return config.data.train_batch_size * samples_per_prompt(config)
+
+
+def itemsize_of(config: Config) -> int:
+    """Bytes of a number that the models compute with."""
+    return 4 if config.actor_rollout_ref.model.dtype == "float32" else 2
+
+
 @dataclass(frozen=True)
 class _Needs:
     """What one worker needs."""
@@ -155,8 +165,7 @@ class _Needs:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number that the models compute with."""
-        return 4 if self.config.actor_rollout_ref.model.dtype == "float32" else 2
+        return itemsize_of(self.config)
 
     @property
     def kind(self) -> str:

@@ -10,7 +10,7 @@ from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config import Config
 from distflow.config.keys.schema import with_values
 from distflow.errors import UserError, count_of
-from distflow.planning.memory import samples_per_prompt
+from distflow.planning.memory import samples_per_step
 from distflow.planning.predicted_run import PredictedRun
 from distflow.planning.simulate import SimulatedRun
 
@@ -116,8 +116,8 @@ def search_allocations(
         raise UserError(f"trainer.allocation={AUTO}: the pipeline has no allocation of {choices.num_devices} devices")
     ends = {0, max(choices.staleness)}  # between them nothing differs but what is simulated
     fitting = sorted((e for e in tried if e.run.fits), key=lambda each: (each.staleness not in ends, each.rank))
-    responses = choices.config.data.train_batch_size * samples_per_prompt(choices.config)
-    most = max(10, _MOST_RESPONSES // (responses * (4 + max(choices.staleness))))
+    responses = samples_per_step(choices.config) * (4 + max(choices.staleness))
+    most = max(10, _MOST_RESPONSES // responses)
     for start in range(0, len(fitting), most):
         finalists = (replace(each, simulated=simulated(each.run)) for each in fitting[start : start + most])
         ranked = sorted(finalists, key=lambda each: each.rank)

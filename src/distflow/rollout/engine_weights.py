@@ -44,6 +44,12 @@ def _hash(shape: tuple[int, ...], stripe: Tensor) -> str:
     return digest.hexdigest()
 
 
+def check_version(current: Version, version: Version) -> None:
+    """Raises ValueError if the version of sent weights goes back."""
+    if version < current:
+        raise ValueError(f"weights of {version} sent to an engine that has {current}: versions never decrease")
+
+
 class PartialWeightsError(RuntimeError):
     """Weights sent one by one did not fit after some were already loaded: the module has a mix of two versions."""
 
@@ -82,8 +88,7 @@ class EngineWeights:
         Raises ValueError, with nothing changed, if the version goes back, if names or shapes do not fit, or, on shared
         storage, if a sent tensor is not the module's own.
         """
-        if version < current:
-            raise ValueError(f"weights of {version} sent to an engine that has {current}: versions never decrease")
+        check_version(current, version)
         if weights is None:
             return WeightReceipt(version, shared=self.shared, version_only=True)
         if self.shared:

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.errors import TrustError, UserError
 from distflow.models.lora import plain_name, unwrapped
 from distflow.rollout.engine import Activity, GenerateRequest, GenerateResult, RequestLog, WeightReceipt
-from distflow.rollout.engine_weights import checked
+from distflow.rollout.engine_weights import check_version, checked
 from distflow.rollout.servers.answer_checks import Answer, AnswerCheck, label_of, lie
 from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess, WeightFiles
 from distflow.rollout.stops_and_draws import check_request
@@ -232,10 +232,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         """See `RolloutEngine`. Generation is halted only while the server reads complete files. Raises ValueError, with
         nothing changed, if weights do not fit."""
-        if version < self.version:
-            raise ValueError(
-                f"weights of {version} offered to an engine that serves {self.version}: versions never decrease"
-            )
+        check_version(self.version, version)
         if weights is None:
             async with self._updating:
                 await self._call(partial(self._rename, version))
