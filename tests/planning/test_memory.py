@@ -58,6 +58,13 @@ def test_a_critic_has_weights_and_moments_of_its_own_without_the_head() -> None:
     assert item(worker, "critic", "optimizer", "generate") == 8 * (SHAPE.parameters - 1000 * 64)
 
 
+def test_micro_batches_of_a_critic_are_parts_of_its_own_mini_batches() -> None:
+    (worker,) = workers("ppo")
+    (larger,) = workers("ppo", "critic.ppo_mini_batch_size=8")
+    assert item(larger, "critic", "activations", "update") == 2 * item(worker, "critic", "activations", "update")
+    assert item(larger, "actor", "activations", "update") == item(worker, "actor", "activations", "update")
+
+
 def test_shards_and_tensor_parts_divide_what_is_sharded() -> None:
     allocation = "trainer.allocation=vllm[rollout]:d2t2+fsdp[actor]:d4"
     generating, training = workers("async_grpo", allocation, "trainer.launcher=ray")

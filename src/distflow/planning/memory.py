@@ -135,6 +135,8 @@ def micro_tokens(config: Config, role: str, ranks: int, is_cpu: bool) -> int:
         limit = settings.ref.log_prob_max_token_len_per_gpu or limit
     longest = data.max_prompt_length + data.max_response_length
     batch = settings.actor.ppo_mini_batch_size if role in ("actor", "critic") else data.train_batch_size
+    if role == "critic":
+        batch = config.critic.ppo_mini_batch_size or batch
     tokens = -(-batch * samples_per_prompt(config) // ranks) * longest
     micro_batches = ceil(tokens / (limit or _MICRO["cpu" if is_cpu else "gpu"]))
     return max(longest, ceil(tokens / micro_batches))  # packing evens them out
