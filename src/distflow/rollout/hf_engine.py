@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from distflow.models.image_inputs import own_inputs
 from distflow.models.log_probs import ActionHead, normal_log_probs, normal_of
+from distflow.models.lora import unwrapped
 from distflow.rollout.embedded.engine_thread import outcome_of, settle
 from distflow.rollout.engine import (
     FinishReason,
@@ -162,19 +163,21 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         keys, drawn = [sample_key(own.stream, sample) for own, sample in rows], [own.num_drawn for own, _ in rows]
         draw, length = _Draw(self, keys, drawn, params), prompt.shape[1]
         stop = _Stop(self, length, params, cancelled)
-        ids = self._model.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,  # the processors leave exactly one token to choose
-            num_beams=1,
-            max_new_tokens=params.max_tokens,
-            repetition_penalty=1.0,
-            eos_token_id=None,
-            pad_token_id=0,
-            logits_processor=transformers.LogitsProcessorList([draw.see, *_warpers(params), draw]),
-            stopping_criteria=transformers.StoppingCriteriaList([stop]),
-            **(own_inputs(self._model, prompt, images) if images[0] else {}),
-        )
+        causal = unwrapped(self._model)
+        defaults, causal.generation_config = causal.generation_config, transformers.GenerationConfig()
+        try:
+            ids = self._model.generate(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,  # the processors leave exactly one token to choose
+                max_new_tokens=params.max_tokens,
+                pad_token_id=0,
+                logits_processor=transformers.LogitsProcessorList([draw.see, *_warpers(params), draw]),
+                stopping_criteria=transformers.StoppingCriteriaList([stop]),
+                **(own_inputs(self._model, prompt, images) if images[0] else {}),
+            )
+        finally:  # the defaults that come with a model may forbid tokens; they are saved with it again
+            causal.generation_config = defaults
         generations = []
         for row, (_, sample) in enumerate(rows):
             number, reason = stop.ends.get(row, (0, "abort"))  # of a cancelled request
