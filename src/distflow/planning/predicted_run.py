@@ -477,10 +477,9 @@ class StepTimes:
 
     def sync(self) -> float:
         """Engines receive at the same time."""
-        return self.rates.sync * self._sync() if self.sync_bytes else 0.0
-
-    def _sync(self) -> float:
-        one = self.shapes["rollout"].parameters * self.itemsize
+        if not self.sync_bytes:
+            return 0.0
+        one = self.rates.sync * self.shapes["rollout"].parameters * self.itemsize
         sharded = shards_of(self.plan, self.config, "actor") > 1
         gathers = one / self._link(True, "actor") if sharded else 0.0
         if not self._generates_elsewhere:
