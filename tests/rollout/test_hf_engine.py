@@ -85,7 +85,7 @@ def test_the_models_own_end_token_ends_nothing_unless_asked_for() -> None:
     [
         *({"suppress_tokens": list(range(3, 60))}, {"no_repeat_ngram_size": 1}, {"min_new_tokens": 20}),
         *({"num_beams": 2}, {"return_dict_in_generate": True}, {"max_time": 1e-9}, {"forced_eos_token_id": 2}),
-        *({"repetition_penalty": 1.5}, {"num_return_sequences": 2}, {"bad_words_ids": [[5], [9]]}),
+        *({"repetition_penalty": 1.5}, {"num_return_sequences": 2, "do_sample": True}, {"bad_words_ids": [[5], [9]]}),
     ],
     ids=lambda defaults: next(iter(defaults)),
 )
