@@ -262,7 +262,8 @@ def predict(
     Raises UserError as planning does, and for a model whose layers cannot be divided as planned.
     """
     if plan is None:
-        sizes = {role: shape.parameters for role, shape in shapes.items() if role != "rollout"}
+        counted = {role: shape.parameters for role, shape in shapes.items() if role != "rollout"}
+        sizes = {**counted, **config.dag.model_sizes}
         plan = plan_devices(pipeline, config, "cpu" if device.is_cpu else "cuda", lambda: sizes)
         _check_divisible(plan, shapes)
     lengths = given.lengths or Lengths.of(config)

@@ -110,7 +110,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
     async def pause(self, release: bool = False) -> None:
         """Halt requests before their next token. Keys and values of a running one stay, also with `release`."""
         self._open.clear()
-        self.between_tokens.pause()
+        self.between_tokens.is_paused = True
         await self._call(self._weights.release if release else lambda: None)
 
     async def resume(self) -> None:
@@ -129,7 +129,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         """Do this in the engine's thread, before the next token."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self.between_tokens.ask(lambda: settle(future, outcome_of(work)))
+        self.between_tokens.asked.put(lambda: settle(future, outcome_of(work)))
         loop.run_in_executor(self._worker, self.between_tokens.do_asked)
         return await future
 
@@ -199,29 +199,23 @@ class _BetweenTokens:
     """Holds the thread that generates between two tokens, and does there what others ask for."""
 
     def __init__(self) -> None:
-        self._asked = queue.SimpleQueue[Callable[[], None]]()
-        self._paused = False
-
-    def pause(self) -> None:
-        self._paused = True
+        self.asked = queue.SimpleQueue[Callable[[], None]]()
+        self.is_paused = False
 
     def resume(self) -> None:
-        self._paused = False
-        self._asked.put(lambda: None)  # wakes the thread
-
-    def ask(self, work: Callable[[], None]) -> None:
-        self._asked.put(work)
+        self.is_paused = False
+        self.asked.put(lambda: None)  # wakes the thread
 
     def do_asked(self) -> None:
-        while not self._asked.empty():
-            self._asked.get()()
+        while not self.asked.empty():
+            self.asked.get()()
 
     def wait(self, cancelled: Sequence[threading.Event]) -> None:
         """Do what was asked, and more while paused, unless all rows are cancelled."""
         self.do_asked()
-        while self._paused and not all(each.is_set() for each in cancelled):
+        while self.is_paused and not all(each.is_set() for each in cancelled):
             try:
-                self._asked.get(timeout=0.05)()
+                self.asked.get(timeout=0.05)()
             except queue.Empty:
                 continue
 

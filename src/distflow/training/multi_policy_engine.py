@@ -2,6 +2,7 @@
 its agents' conversations and takes its own optimizer steps."""
 
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -78,13 +79,6 @@ class PolicyTrainer(PolicyScorer, TorchTrainEngine):
         return own
 
 
-class _Optimizers:
-    """The entries of several optimizers."""
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self.state = {weight: entries for each in optimizers for weight, entries in each.state.items()}
-
-
 class MultiPolicyScorer:
     """Scores by several policies. engines: by policy name."""
 
@@ -109,8 +103,10 @@ class MultiPolicyTrainer(MultiPolicyScorer):
         self.engines, self.agents = engines, agents
 
     @property
-    def optimizer(self) -> _Optimizers:
-        return _Optimizers([engine.optimizer for engine in self.engines.values()])
+    def optimizer(self) -> SimpleNamespace:
+        """Only the `state` of all optimizers."""
+        optimizers = [engine.optimizer for engine in self.engines.values()]
+        return SimpleNamespace(state={weight: own for each in optimizers for weight, own in each.state.items()})
 
     @property
     def num_steps(self) -> int:

@@ -423,18 +423,14 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             look.cancel()
 
     async def _hear(self) -> None:
-        while not await self._is_heard():
-            await asyncio.sleep(LOOKS_EVERY_S)
-
-    async def _is_heard(self) -> bool:
-        """Whether the server answers at all."""
-        try:
-            await self._count()
-        except httpx.TransportError:  # if the machine is gone, open requests get no error
-            return False
-        except (httpx.HTTPError, TrustError, ServerFailed, *MALFORMED):
-            pass  # only a missing answer counts here
-        return True
+        """Wait until the server answers at all."""
+        while True:
+            try:
+                return await self._count()
+            except httpx.TransportError:  # if the machine is gone, open requests get no error
+                await asyncio.sleep(LOOKS_EVERY_S)
+            except (httpx.HTTPError, TrustError, ServerFailed, *MALFORMED):
+                return  # only a missing answer counts here
 
     def _is_stuck(self) -> bool:
         is_waiting = self._progress is not None and bool(self._running)
