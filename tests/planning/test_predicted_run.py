@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from distflow.config import RunLimits, load_config
+from distflow.config.keys.schema import with_values
 from distflow.errors import UserError
 from distflow.launch.select_pipeline import bind
 from distflow.planning.allocation_expression import follow_allocation
@@ -34,10 +35,11 @@ def seconds(found: PredictedRun, what: str) -> float:
 def test_parts_share_the_devices_by_the_sizes_that_the_config_names() -> None:
     """As in the run itself, see `model_sizes`."""
     sizes = {"actor": "600B", "critic": "1M"}
-    shapes = dict.fromkeys(sizes, SHAPE)
-    named = predict(devices(8, dag__model_sizes=sizes), two_parts(), shapes, GPU).plan
-    assert named == plan_ray(two_parts(), devices(8), "cuda", sizes)
-    assert predict(devices(8), two_parts(), shapes, GPU).plan.layout("critic") != named.layout("critic")
+    counted = with_values(devices(8), {"trainer.launcher": "ray"})
+    configs = (counted, with_values(counted, {"dag.model_sizes": sizes}))
+    plans = [predict(each, two_parts(), dict.fromkeys(sizes, SHAPE), GPU).plan for each in configs]
+    assert plans[1] == plan_ray(two_parts(), counted, "cuda", sizes)
+    assert plans[0].layout("critic") != plans[1].layout("critic")
 
 
 def test_at_staleness_0_training_follows_generation_and_each_side_waits_for_the_other() -> None:

@@ -10,7 +10,7 @@ from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config import Config
 from distflow.config.keys.schema import with_values
 from distflow.errors import UserError, count_of
-from distflow.planning.memory import running_responses, samples_per_step
+from distflow.planning.memory import samples_per_step, worker_memory
 from distflow.planning.predicted_run import PredictedRun
 from distflow.planning.simulate import SimulatedRun
 
@@ -139,18 +139,18 @@ def simulated_steps(config: Config) -> int:
 def _candidates(choices: Choices, predict: Callable[[Config], PredictedRun]) -> Iterator[Candidate]:
     for trainer, text in allocations(choices):
         keys: dict[str, object] = {"trainer.allocation": text, STRATEGY: trainer, **dict(RAY)}
-        _, engines, tensor = re.split(r"\[rollout\]:d(\d+)(?:t(\d+))?", text)[:3]
-        keys["actor_rollout_ref.rollout.tensor_model_parallel_size"] = int(tensor or 1)
-        found: dict[tuple[bool, int], PredictedRun] = {}
+        size = re.search(r"\[rollout\]:d\d+t(\d+)", text)
+        keys["actor_rollout_ref.rollout.tensor_model_parallel_size"] = int(size[1]) if size else 1
+        found: dict[bool, PredictedRun] = {}  # above 0 only memory depends on the staleness
         for staleness in choices.staleness:
             config = with_values(choices.config, {**keys, STALENESS: staleness})
-            matters = staleness > 0, running_responses(config, int(engines))
             try:
-                run = found.get(matters) or predict(config)
+                run = found[staleness > 0] = found.get(staleness > 0) or predict(config)
             except UserError:  # the pipeline, or the layers of a model, cannot be divided so
                 break
-            found[matters] = run
-            yield Candidate(text, staleness, replace(run, config=config))
+            times = run.times
+            memory = worker_memory(run.plan, config, times.shapes, times.device, times.rates.libraries)
+            yield Candidate(text, staleness, replace(run, config=config, workers=memory))
 
 
 def allocations(choices: Choices) -> Iterator[tuple[str, str]]:
