@@ -97,7 +97,7 @@ test-processors: $(INSTALLED)
 # The tests of what comes from libraries, with the lowest and with the newest versions that pyproject.toml allows, in
 # environments of their own. torch stays what pip takes: there may be no other build for this machine.
 VERSIONS_TESTS := tests/data tests/config/compose tests/models tests/observe/writing tests/rewards/math \
-	$(patsubst %,tests/rewards/test_%_reward.py,ifeval judge model) tests/rollout/test_hf.py tests/training/test_fsdp.py \
+	$(patsubst %,tests/rewards/test_%_reward.py,ifeval judge model) tests/rollout/test_hf_engine.py tests/training/test_fsdp.py \
 	tests/runtime/checkpoint/test_sharded.py tests/e2e/test_first_run.py tests/e2e/test_conversations.py \
 	tests/cluster/test_ray_launcher.py tests/test_cli.py tests/test_dependencies.py
 

@@ -56,7 +56,7 @@ from distflow.launch.device_and_threads import avoid_cudnn_attention
 from distflow.models.loading import ready
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
-from distflow.rollout.hf import HFEngine
+from distflow.rollout.hf_engine import HFEngine
 from distflow.scheduling.group_states import Version
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine

@@ -13,7 +13,7 @@ HANGS = """
 import time
 from distflow.pipelines.grpo import grpo_pipeline as make
 from distflow.models.cached_decoder import DecoderView
-from distflow.rollout.hf import _Draw
+from distflow.rollout.hf_engine import _Draw
 from tests.sparse_params import one_fast_in
 
 decode, draw, steps = DecoderView.decode, _Draw.__call__, [0]

@@ -17,7 +17,7 @@ from distflow.errors import TrustError, UserError
 from distflow.rewards.reward_results import Error
 from distflow.rewards.router import RewardOutcome
 from distflow.rollout.engine_weights import stripe_hashes
-from distflow.rollout.policy_engines import PolicyEngines
+from distflow.rollout.multi_policy_engine import MultiPolicyRollout
 from tests.e2e.runs import Playground, Run
 from tests.tiny_models import write_tiny_model
 
@@ -73,14 +73,14 @@ def overrides(ground: Playground, *more: str) -> list[str]:
 def test_both_policies_train_on_their_own_tokens_and_every_audit_passes(
     playground: Playground, staleness: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load, served = PolicyEngines.load_weights, list[dict[str, str]]()
+    load, served = MultiPolicyRollout.load_weights, list[dict[str, str]]()
 
-    async def watched(self: PolicyEngines, *loaded: Any) -> Any:
+    async def watched(self: MultiPolicyRollout, *loaded: Any) -> Any:
         receipt = await load(self, *loaded)
         served.append(await self.hashes())
         return receipt
 
-    monkeypatch.setattr(PolicyEngines, "load_weights", watched)
+    monkeypatch.setattr(MultiPolicyRollout, "load_weights", watched)
     steps = ["trainer.total_training_steps=3", "trust.audit_freq=1", "trainer.save_groups=all"]
     options = [*steps, "trainer.save_freq=1", "trainer.keep_last=3", f"async.max_staleness={staleness}"]
     own = "dag.policies={second: {actor: {max_grad_norm: 0.01, optim: {lr: 3e-4, scheduler: constant_with_warmup}}}}"

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from distflow.audit.auditor import Auditor
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.embedded.kv_cache import PrefixCache, PromptCache
-from distflow.rollout.hf import HFEngine
+from distflow.rollout.hf_engine import HFEngine
 
 BEGIN = 6
 """The number, from 0, of the step whose update is the first that is served otherwise."""

@@ -15,7 +15,7 @@ from distflow.launch.model_and_engine_factories import engine_dtype, make_factor
 from distflow.models.cpu_kernels import build as native
 from distflow.planning.plan import RankPlan
 from distflow.rollout.embedded.engine import EmbeddedEngine
-from distflow.rollout.hf import HFEngine
+from distflow.rollout.hf_engine import HFEngine
 from distflow.runtime.judge_engine import Judge
 from distflow.runtime.resources import Resources, build_resources
 from distflow.training.torch_engine import TorchScorer, TorchTrainEngine

@@ -90,6 +90,24 @@ def test_updates_in_place_are_seen() -> None:
     assert (after - before).abs().max() > 1e-2
 
 
+@torch.inference_mode()
+def test_padding_beyond_the_positions_of_the_model_does_not_move_the_rotary_table() -> None:
+    """CUDA graphs of decode steps have its address. The longest prompt ends at the last position, and a shorter one has
+    the longest rest."""
+    model = make("llama", {})
+    view = DecoderView(model)
+    size = view.max_positions
+    view.decode_paged(*torch.tensor([[5], [3]]), *torch.zeros(2, 2, 1, 2, 64, 8), torch.zeros(1, 1, dtype=torch.int64))
+    cos, sin = view._cos, view._sin
+    assert len(cos) == size
+    prompts, begins = [tuple(torch.randint(3, 90, (length,)).tolist()) for length in (size, 20)], (size - 4, 12)
+    whole = view.prefill(prompts)
+    cut = [(whole.keys[:, row, :, :begin], whole.values[:, row, :, :begin]) for row, begin in enumerate(begins)]
+    after = view.prefill_after(prompts, cut)
+    assert view._cos is cos and view._sin is sin
+    assert (view.logits(after.hidden) - view.logits(whole.hidden)).abs().max() < 1e-4
+
+
 def test_sixteen_bit_models_run() -> None:
     view = DecoderView(make("qwen2", {}).to(torch.bfloat16))
     assert view.dtype == torch.bfloat16

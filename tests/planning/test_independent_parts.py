@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from distflow.errors import UserError
 from distflow.graph.wiring import ancestors
-from distflow.planning.device_plan import place
 from distflow.planning.independent_parts import Part, apportion, parse_size, priority, split
+from distflow.planning.make_plan import place
 
 Graph = tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
 

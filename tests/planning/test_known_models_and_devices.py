@@ -65,6 +65,8 @@ def test_a_folder_has_the_shape_of_its_config(tmp_path: Path) -> None:
         ('{"model_type": "mamba"}', "does not know the model type 'mamba'"),
         ('{"model_type": "llama", "hidden_size": 8}', "lacks a size or has a wrong one: 'num_attention_heads'"),
         (json.dumps({"model_type": "llama", **SMALL, "num_hidden_layers": 0}), "has a size below 1"),
+        (json.dumps({"model_type": "llama", **SMALL, "head_dim": 0, "num_attention_heads": 0}), "a wrong one"),
+        ('{"model_type": "llama", "hidden_size": Infinity}', "a wrong one"),
     ],
 )
 def test_a_model_without_a_usable_config_is_rejected(tmp_path: Path, content: str | None, message: str) -> None:

@@ -10,8 +10,8 @@ from distflow.launch.select_pipeline import bind
 from distflow.models import log_probs
 from distflow.planning import memory
 from distflow.planning.allocation_expression import follow_allocation
-from distflow.planning.device_plan import plan_devices
 from distflow.planning.known_models_and_devices import Device, ModelShape
+from distflow.planning.make_plan import plan_devices
 from distflow.planning.memory import WorkerMemory, activation_bytes, adapter_weights, worker_memory
 from distflow.runtime.weight_sync import sender
 from distflow.training import torch_engine
@@ -56,6 +56,13 @@ def test_weights_gradients_and_moments_are_float32_and_the_engine_has_its_own_co
 def test_a_critic_has_weights_and_moments_of_its_own_without_the_head() -> None:
     (worker,) = workers("ppo")
     assert item(worker, "critic", "optimizer", "generate") == 8 * (SHAPE.parameters - 1000 * 64)
+
+
+def test_micro_batches_of_a_critic_are_parts_of_its_own_mini_batches() -> None:
+    (worker,) = workers("ppo")
+    (larger,) = workers("ppo", "critic.ppo_mini_batch_size=8")
+    assert item(larger, "critic", "activations", "update") == 2 * item(worker, "critic", "activations", "update")
+    assert item(larger, "actor", "activations", "update") == item(worker, "actor", "activations", "update")
 
 
 def test_shards_and_tensor_parts_divide_what_is_sharded() -> None:

@@ -5,11 +5,14 @@ from dataclasses import replace
 import pytest
 
 from distflow.config import RunLimits, load_config
+from distflow.config.keys.schema import with_values
 from distflow.errors import UserError
 from distflow.launch.select_pipeline import bind
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.known_models_and_devices import Device, ModelShape
+from distflow.planning.make_plan import plan_ray
 from distflow.planning.predicted_run import Lengths, PredictedRun, RunFacts, predict
+from tests.planning.test_make_plan import devices, two_parts
 
 SHAPE = ModelShape(1024, 4096, 12, 16, 8, 64, 32000, tied=False)
 GPU = Device("gpu", 100e12, 1e12, 40e9, 100e9, 10e9)
@@ -27,6 +30,16 @@ def run(preset: str, *overrides: str, device: Device = GPU, rows: int | None = N
 
 def seconds(found: PredictedRun, what: str) -> float:
     return sum(bar.seconds for bar in found.bars if bar.what == what)
+
+
+def test_parts_share_the_devices_by_the_sizes_that_the_config_names() -> None:
+    """As in the run itself, see `model_sizes`."""
+    sizes = {"actor": "600B", "critic": "1M"}
+    counted = with_values(devices(8), {"trainer.launcher": "ray"})
+    configs = (counted, with_values(counted, {"dag.model_sizes": sizes}))
+    plans = [predict(each, two_parts(), dict.fromkeys(sizes, SHAPE), GPU).plan for each in configs]
+    assert plans[1] == plan_ray(two_parts(), counted, "cuda", sizes)
+    assert plans[0].layout("critic") != plans[1].layout("critic")
 
 
 def test_at_staleness_0_training_follows_generation_and_each_side_waits_for_the_other() -> None:

@@ -1,5 +1,6 @@
 """The search for an allocation, against all allocations of a small cluster written out one by one."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -16,6 +17,7 @@ from distflow.planning.search_allocations import (
     Change,
     Choices,
     Search,
+    _candidates,
     nearest_change,
     search_allocations,
     simulated_steps,
@@ -122,6 +124,17 @@ def test_the_staleness_that_is_as_fast_as_a_greater_one_wins() -> None:
     greater = [each for each in found.best if each.text == first.text and each.staleness > first.staleness]
     assert all(each.rank[0] >= first.rank[0] for each in greater)
     assert {each.staleness for each in found.best} > {first.staleness}
+
+
+def test_memory_is_that_of_the_responses_that_may_run_at_each_staleness() -> None:
+    cluster = Cluster("async_grpo", 2, staleness=(0, 1, 4))
+    keys = {"actor_rollout_ref.rollout.max_num_seqs": 10_000}
+    cluster.choices = replace(cluster.choices, config=with_values(cluster.choices.config, keys))
+    peaks: dict[str, list[float]] = {}
+    for each in _candidates(cluster.choices, cluster.predict):
+        assert each.run.fullest.peak == cluster.predict(each.run.config).fullest.peak
+        peaks.setdefault(each.text, []).append(each.run.fullest.peak)
+    assert any(peak[0] < peak[1] < peak[2] for peak in peaks.values()), peaks
 
 
 def test_too_little_memory_names_what_lacks_least() -> None:

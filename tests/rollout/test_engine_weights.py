@@ -5,8 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.rollout.engine_weights import PartialWeightsError, check_shared, copy_weights, stripe_hashes
-from tests.rollout.drive import make_model
+from distflow.rollout.engine_weights import (
+    EngineWeights,
+    PartialWeightsError,
+    check_shared,
+    copy_weights,
+    stripe_hashes,
+)
+from tests.rollout.drive import FIRST, make_model
 
 
 def weights_of(model: Any, **changes: torch.Tensor | None) -> list[tuple[str, torch.Tensor]]:
@@ -52,6 +58,20 @@ def test_what_comes_one_after_another_and_does_not_fit_is_told_apart(sent: Any, 
     with pytest.raises(PartialWeightsError, match=message):
         copy_weights(target, iter(sent(source)))
     assert torch.equal(target.model.embed_tokens.weight, source.model.embed_tokens.weight), "what came first is in"
+
+
+def test_an_engine_without_its_memory_stays_so_if_the_next_weights_are_rejected() -> None:
+    model = make_model()
+    weights, hashes = EngineWeights(model, shared=False), stripe_hashes(model.named_parameters())
+    weights.release()
+    with pytest.raises(ValueError, match=r"model.norm.weight: missing"):
+        weights.load(FIRST, FIRST, weights_of(make_model(seed=1), model__norm__weight=None))
+    assert weights.hashes() == hashes
+    with pytest.raises(RuntimeError, match="has released its weights"):
+        weights.check_whole()
+    weights.load(FIRST, FIRST, weights_of(make_model()))
+    weights.check_whole()
+    assert stripe_hashes(model.named_parameters()) == weights.hashes() == hashes
 
 
 def test_tied_weights_that_come_one_after_another_must_be_equal() -> None:

@@ -19,7 +19,7 @@ from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.embedded.cuda_steps import DeviceOptions
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, RolloutEngine, SamplingParams
 from distflow.rollout.engine_weights import stripe_hashes
-from distflow.rollout.hf import HFEngine
+from distflow.rollout.hf_engine import HFEngine
 from distflow.rollout.servers.fleet import Fleet
 from distflow.rollout.servers.http_engine import HttpEngine
 from distflow.rollout.servers.openai_engine import OpenAIEngine
@@ -383,7 +383,7 @@ def test_the_distribution_is_cut_as_transformers_cuts_it() -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(0)).double()
     wanted = SamplingParams(1, temperature=1.3, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.4)
     seen = [3, 7, 7, 11]
-    from distflow.rollout.hf import _warpers
+    from distflow.rollout.hf_engine import _warpers
 
     scores = logits[None]
     for warper in _warpers(wanted):

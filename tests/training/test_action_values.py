@@ -15,7 +15,7 @@ from distflow.data.sample import Sample, Segment
 from distflow.models.loading import load_model
 from distflow.models.log_probs import ActionHead
 from distflow.pipelines.nodes.rollout_reward_filter import policy_segment
-from distflow.rollout.hf import HFEngine
+from distflow.rollout.hf_engine import HFEngine
 from distflow.training.torch_engine import TorchScorer
 from tests.rollout.drive import FIRST, prompt_of, request_of, run_all
 from tests.tiny_models import tiny_tokenizer, write_tiny_model

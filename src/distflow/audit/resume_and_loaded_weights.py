@@ -23,13 +23,13 @@ from distflow.data import global_random_states
 from distflow.data.batch import Batch
 from distflow.errors import resume_advice
 from distflow.models.lora import plain_name, unwrapped
-from distflow.models.paths import resolve_path
+from distflow.models.model_paths_and_folder_checks import resolve_path
 from distflow.models.weight_fingerprint_and_soundness import bit_hash
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.runtime.worker_ports_and_inputs import WorkerInputs
-from distflow.training.policies import models_of
+from distflow.training.multi_policy_engine import models_of
 
 STREAMS, NODES, POSITION, QUEUED = "random stream", "state of node", "data position", "queued group"
 

@@ -20,15 +20,22 @@ from distflow.models.reward_model import check_config, longest_text
 from distflow.models.sharding import Sharding, empty_model
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine, SamplingParams
-from distflow.rollout.policy_engines import PolicyEngines
+from distflow.rollout.multi_policy_engine import MultiPolicyRollout
 from distflow.rollout.servers.fleet import Fleet
 from distflow.rollout.servers.tensor_parallel_server import ServerGroup, follower_of
 from distflow.runtime.judge_engine import Judge, ReplyStore, choice_replies
 from distflow.runtime.spec import Get
 from distflow.scheduling.group_states import Version
 from distflow.training.engine import TrainEngine
+from distflow.training.multi_policy_engine import (
+    MultiPolicyScorer,
+    MultiPolicyTrainer,
+    PolicyModels,
+    PolicyScorer,
+    PolicyTrainer,
+    models_of,
+)
 from distflow.training.optimizer import Schedule
-from distflow.training.policies import Policies, PolicyModels, PolicyScorer, PolicyScorers, PolicyTrainer, models_of
 from distflow.training.torch_engine import RewardModelScorer, ScorerOptions, TorchScorer
 
 Options = dict[str, object]
@@ -113,14 +120,14 @@ def build_actor(get: Get, device: torch.device, trainer: Trainer) -> TrainEngine
 
 def build_policy_trainers(
     get: Get, device: torch.device, trainers: Mapping[str, Trainer], policies: Mapping[str, str]
-) -> Policies:
+) -> MultiPolicyTrainer:
     """policies: of each agent."""
     engines = dict[str, PolicyTrainer]()
     for name, model in models_of(get("policy")).items():
         own = trainers[name]
         options = {**own.options, "policy": name, "policies": policies}
         engines[name] = cast(PolicyTrainer, _train_engine(get, model, own._replace(options=options)))
-    return Policies(engines, {policy: agent for agent, policy in policies.items() if policy in engines})
+    return MultiPolicyTrainer(engines, {policy: agent for agent, policy in policies.items() if policy in engines})
 
 
 def build_critic(
@@ -151,13 +158,13 @@ def build_reference(
 
 def build_policy_references(
     get: Get, device: torch.device, sources: Mapping[str, Source], policies: Mapping[str, str], options: ScorerOptions
-) -> PolicyScorers:
+) -> MultiPolicyScorer:
     """The initial model of each trained policy. policies: of each agent."""
     engines = dict[str, PolicyScorer]()
     for name, source in sources.items():
         frozen = _load_policy(get, device, name, source).requires_grad_(False)
         engines[name] = PolicyScorer(frozen, policy=name, policies=policies, group=get("collective"), **options)
-    return PolicyScorers(engines)
+    return MultiPolicyScorer(engines)
 
 
 def build_adapted_reference(get: Get, device: torch.device, options: ScorerOptions) -> TorchScorer:
@@ -258,7 +265,7 @@ def build_policy_rollouts(
     frozen: Mapping[str, Source],
     shares: bool,
     options: Options,
-) -> PolicyEngines:
+) -> MultiPolicyRollout:
     """An engine for each policy of agents; see `build_rollout`. frozen: of the policies that are not trained."""
     trained, shares = models_of(get("policy")), shares and get.planned("actor")
     engines = dict[str, RolloutEngine]()
@@ -271,7 +278,7 @@ def build_policy_rollouts(
         model = _load_policy(get, device, name, source)
         _cast(model, dtype)
         engines[name] = _make_engine(engine, model, get("tokenizer"), False, options)
-    return PolicyEngines(engines, tuple(trained))
+    return MultiPolicyRollout(engines, tuple(trained))
 
 
 class OwnServers(NamedTuple):

@@ -17,8 +17,8 @@ from distflow.launch.device_and_threads import follow_machines
 from distflow.launch.fit_config_to_files import follow_pipeline, read_config
 from distflow.launch.select_pipeline import bind
 from distflow.launch.spec_settings import spec_settings
-from distflow.planning.device_plan import share_devices
 from distflow.planning.independent_parts import Part, pipeline_parts
+from distflow.planning.make_plan import share_devices
 from distflow.planning.plan import Plan
 from distflow.runtime.spec import WorkerNeeds
 

@@ -30,12 +30,12 @@ from distflow.models.loading import (
     load_tokenizer,
 )
 from distflow.models.lora import add_lora, check_targets, require_peft
-from distflow.models.paths import BUILTIN_FOLDER, BUILTIN_PREFIX, resolve_path
+from distflow.models.model_paths_and_folder_checks import BUILTIN_FOLDER, BUILTIN_PREFIX, resolve_path
 from distflow.models.sharding import Sharding, check_divisible, shard_model
 from distflow.planning.independent_parts import parse_size
 from distflow.planning.known_models_and_devices import ModelShape, find_device
 from distflow.planning.plan import Layout, Plan
-from distflow.planning.predicted_run import predict_plan
+from distflow.planning.predicted_run import predict
 
 
 class Source(SourceOptions):
@@ -144,7 +144,7 @@ def prediction(config: Config, pipeline: BoundPipeline, plan: Plan, rows: int) -
     except UserError:
         return {}
     given = given_by(measured, config, plan.pipeline, known, RunLimits(rows))
-    run = predict_plan(config, pipeline, plan, shapes, known, given)
+    run = predict(config, pipeline, shapes, known, given, plan)
     return {**as_predicted(run, known, shapes), "line": run.line()}
 
 

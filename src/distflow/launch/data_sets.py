@@ -48,7 +48,7 @@ from distflow.data.sources import load_rows, read_file
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.models.loading import end_token_ids, has_image_processor
-from distflow.models.paths import resolve_path
+from distflow.models.model_paths_and_folder_checks import resolve_path
 from distflow.rewards.router import check_domains
 from distflow.rewards.startup_checks import find_broken
 from distflow.scheduling.curriculum_and_difficulty_filter import CurriculumPlan, SkipPlan, load_curriculum

@@ -101,7 +101,7 @@ def _policy_factories(
     factories: dict[str, Factory] = {"policy": partial(build_engines.build_policies, sources=own)}
     if "actor" in engines:
         trainers = {name: _trainer(config_of_policy(config, name), "actor", steps) for name in trained}
-        engine = "distflow.training.policies:PolicyTrainer"
+        engine = "distflow.training.multi_policy_engine:PolicyTrainer"
         trainers = {name: trainer._replace(engine=engine) for name, trainer in trainers.items()}
         factories["actor"] = partial(build_engines.build_policy_trainers, trainers=trainers, policies=owner)
     if "ref" in engines:

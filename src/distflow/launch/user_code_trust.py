@@ -24,7 +24,7 @@ from distflow.config.derived_settings import (
 from distflow.data.sources import is_function
 from distflow.errors import UserError
 from distflow.import_target import innermost, is_pickled, load
-from distflow.models.paths import code_of
+from distflow.models.model_paths_and_folder_checks import code_of
 from distflow.runtime.spec import Spec
 
 TRUST_CODE = "--trust-code"

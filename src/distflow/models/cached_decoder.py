@@ -176,7 +176,10 @@ class DecoderView:
         """The last layer's output for these tokens, whose keys and values are written to the memory, and which see what
         it has before them."""
         hidden, extent = self._embed(ids), keys.shape[-2]
-        cos, sin = (table[positions][:, :, None] for table in self._rotary_rows(extent, hidden))
+        # Padding may lie beyond the model's positions. The table must not grow for it: CUDA graphs read the old one.
+        last = min(extent, self.max_positions) - 1
+        tables, places = self._rotary_rows(last + 1, hidden), positions.clamp(max=last)
+        cos, sin = (table[places][:, :, None] for table in tables)
         rows = torch.arange(len(ids), device=self.device)
         seen = (torch.arange(extent, device=self.device) <= positions[..., None])[:, None]
         for index, layer in enumerate(self._body.layers):

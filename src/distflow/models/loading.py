@@ -39,9 +39,7 @@ from distflow.models.image_inputs import (
     text_decoder,
 )
 from distflow.models.lora import base_of_adapter, merge_adapter, unwrapped
-from distflow.models.packed_attention import PACKED_ATTENTION
-from distflow.models.packed_forward import TOLERANCE, attach_packed_forward, choose_attention
-from distflow.models.paths import (
+from distflow.models.model_paths_and_folder_checks import (
     TOKENIZER_FILES,
     first_lines,
     is_local,
@@ -49,6 +47,8 @@ from distflow.models.paths import (
     require_files,
     resolve_path,
 )
+from distflow.models.packed_attention import PACKED_ATTENTION
+from distflow.models.packed_forward import TOLERANCE, attach_packed_forward, choose_attention
 from distflow.models.sharding import Sharding, empty_model, fill, read_own_parts, shard_model
 from distflow.models.weight_fingerprint_and_soundness import magnitudes, unsound
 from distflow.observe.crash_safe_files import read_object

@@ -5,9 +5,9 @@ It is registered with `transformers`; a forward without `packing` is exactly its
 - `take_rows`: rows by index, with a backward pass that knows which rows repeat. Autograd's backward of `index_select`
   must assume that all do, with additions in no fixed order on a GPU.
 - `attend_short`: causal attention of short sequences on a CPU as batched matrix products, in float64, and without
-  native code (`cpu_kernels/layer.py`). The fused CPU kernel splits a sequence into small products: below some hundred
-  tokens these cost more than the half of the matrix that they skip, and two threads hardly halve the time. Here a
-  batched product has all query heads of a key-value head as one matrix, for as many sequences as fit into the cache.
+  native code (`cpu_kernels/training_layer.py`). The fused CPU kernel splits a sequence into small products: below some
+  hundred tokens these cost more than the half of the matrix that they skip, and two threads hardly halve the time. Here
+  a batched product has all query heads of a key-value head as one matrix, for as many sequences as fit into the cache.
 - `attend_in_blocks`: attention of one token per row; the result does not depend on memory after the row's position.
 """
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from distflow.errors import UserError
 from distflow.models.loading import ModelSource, own_aligned_memory, refuse_garbage
-from distflow.models.paths import code_of, is_local, require_files
+from distflow.models.model_paths_and_folder_checks import code_of, is_local, require_files
 
 HEAD = "score"
 """The linear head of decoders: `transformers` reads it at the last token of a text."""

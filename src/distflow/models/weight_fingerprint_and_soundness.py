@@ -13,7 +13,7 @@ from transformers.utils import cached_file
 
 from distflow.device_transfer import read_numbers
 from distflow.errors import UserError
-from distflow.models.paths import is_local, resolve_path, why_not_loaded
+from distflow.models.model_paths_and_folder_checks import is_local, resolve_path, why_not_loaded
 from distflow.models.sharding import own_part
 
 _PIECES, _PIECE_BYTES = 64, 2**16

@@ -72,7 +72,7 @@ class ModelShape:
                 active_experts=int(config["num_experts_per_tok"]) if is_mixture else 1,
                 context=config.get("max_position_embeddings"),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise UserError(f"the config of a '{kind}' lacks a size or has a wrong one: {error}") from error
         sizes = [shape.hidden, shape.layers, shape.heads, shape.kv_heads, shape.vocabulary, shape.intermediate]
         if min(sizes) < 1:
@@ -202,7 +202,7 @@ def find_device(name: str) -> Device:
         raise UserError(f"there is no device '{name}'{hint(name.lower(), names)}; the known ones: {', '.join(names)}")
     entry = found[0]
     scale, is_cpu = 1, entry["name"] == "cpu"
-    memory = entry["memory_gb"] * GB
+    memory, limit = entry["memory_gb"] * GB, re.match(r"\s*([1-9]\d{0,3})\b", os.environ.get("OMP_NUM_THREADS", ""))
     if is_cpu:
         scale = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -215,13 +215,8 @@ def find_device(name: str) -> Device:
         network=entry["network_gbps"] * GB,
         is_cpu=is_cpu,
         cores=scale,
-        threads=_default_threads() if is_cpu else None,
+        threads=int(limit[1]) if is_cpu and limit else None,
     )
-
-
-def _default_threads() -> int | None:
-    found = re.match(r"\s*([1-9]\d{0,3})\b", os.environ.get("OMP_NUM_THREADS", ""))
-    return int(found[1]) if found else None
 
 
 def device_here() -> str:

@@ -101,12 +101,13 @@ def _freed_memory(items: Sequence[MemoryItem]) -> Iterator[MemoryItem]:
 
 def sizes_of(plan: Plan, role: str) -> Sizes:
     """The sizes of a role's model; one rank without layouts has all of it."""
-    return next((layout.sizes for layout in plan.layouts if layout.role == role), Sizes())
+    layout = plan.layout(role)
+    return Sizes() if layout is None else layout.sizes
 
 
 def shards_of(plan: Plan, config: Config, role: str) -> int:
     """On how many ranks one copy of a role's weights lies."""
-    layout = next((layout for layout in plan.layouts if layout.role == role), None)
+    layout = plan.layout(role)
     if layout is None:
         return 1
     if role == "rollout":
@@ -134,6 +135,8 @@ def micro_tokens(config: Config, role: str, ranks: int, is_cpu: bool) -> int:
         limit = settings.ref.log_prob_max_token_len_per_gpu or limit
     longest = data.max_prompt_length + data.max_response_length
     batch = settings.actor.ppo_mini_batch_size if role in ("actor", "critic") else data.train_batch_size
+    if role == "critic":
+        batch = config.critic.ppo_mini_batch_size or batch
     tokens = -(-batch * samples_per_prompt(config) // ranks) * longest
     micro_batches = ceil(tokens / (limit or _MICRO["cpu" if is_cpu else "gpu"]))
     return max(longest, ceil(tokens / micro_batches))  # packing evens them out
@@ -141,6 +144,15 @@ def micro_tokens(config: Config, role: str, ranks: int, is_cpu: bool) -> int:
 
 def samples_per_prompt(config: Config) -> int:
     return config.actor_rollout_ref.rollout.n if is_rl(config) else 1
+
+
+def samples_per_step(config: Config) -> int:
+    return config.data.train_batch_size * samples_per_prompt(config)
+
+
+def itemsize_of(config: Config) -> int:
+    """Bytes of a number that the models compute with."""
+    return 4 if config.actor_rollout_ref.model.dtype == "float32" else 2
 
 
 @dataclass(frozen=True)
@@ -155,8 +167,7 @@ class _Needs:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number that the models compute with."""
-        return 4 if self.config.actor_rollout_ref.model.dtype == "float32" else 2
+        return itemsize_of(self.config)
 
     @property
     def kind(self) -> str:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Literal
 
-from distflow.errors import UserError, count_of, hint
+from distflow.errors import UserError, count_of
 from distflow.graph import BoundPipeline
 
 Axis = Literal["data", "tensor", "pipeline", "context", "expert"]
@@ -183,12 +183,9 @@ class Plan:
         """Whether some worker has the rollout engine."""
         return any("rollout" in rank.engines for rank in self.ranks)
 
-    def layout(self, role: str) -> Layout:
-        """The layout of a role's model. Raises UserError for a role that the plan does not place."""
-        for layout in self.layouts:
-            if layout.role == role:
-                return layout
-        raise UserError(f"the plan of '{self.pipeline}' places no '{role}'{hint(role, [x.role for x in self.layouts])}")
+    def layout(self, role: str) -> Layout | None:
+        """The layout of a role's model; None for a role that the plan does not place, and for a single rank."""
+        return next((layout for layout in self.layouts if layout.role == role), None)
 
     def placed(self) -> str:
         """Text that says which workers hold the model of each role."""

@@ -9,7 +9,8 @@ of a step, which take no time without. Validation and checkpoints never do.
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import ceil, exp, isfinite
 from pathlib import Path
@@ -29,16 +30,18 @@ from distflow.errors import UserError, count_of
 from distflow.graph import BoundNode, BoundPipeline
 from distflow.graph.contract_from_signature import canonical
 from distflow.graph.fields import TOKEN_AXES, Axis, Field
-from distflow.planning.device_plan import plan_devices
 from distflow.planning.known_models_and_devices import Device, ModelShape
+from distflow.planning.make_plan import plan_devices
 from distflow.planning.measured_rates import Rates
 from distflow.planning.memory import (
     USABLE,
     WorkerMemory,
     adapter_weights,
+    itemsize_of,
     micro_tokens,
     running_responses,
     samples_per_prompt,
+    samples_per_step,
     shards_of,
     shares_storage,
     sizes_of,
@@ -175,7 +178,7 @@ class PredictedRun:
     @property
     def step_tokens(self) -> float:
         """Prompt and response tokens that a step trains on."""
-        return self.config.data.train_batch_size * samples_per_prompt(self.config) * self.lengths.sequence
+        return samples_per_step(self.config) * self.lengths.sequence
 
     @property
     def hours(self) -> float | None:
@@ -251,30 +254,18 @@ def predict(
     shapes: Mapping[str, ModelShape],
     device: Device,
     given: RunFacts = RunFacts(),
+    plan: Plan | None = None,
 ) -> PredictedRun:
-    """The prediction of a run on devices of this kind, which need not exist here. shapes: the model of each role.
+    """The prediction of a run on devices of this kind, which need not exist here. shapes: the model of each role. plan:
+    of the run; None makes one.
 
     Raises UserError as planning does, and for a model whose layers cannot be divided as planned.
     """
-    plan = plan_devices(
-        pipeline,
-        config,
-        "cpu" if device.is_cpu else "cuda",
-        lambda: {role: shape.parameters for role, shape in shapes.items() if role != "rollout"},
-    )
-    _check_divisible(plan, shapes)
-    return predict_plan(config, pipeline, plan, shapes, device, given)
-
-
-def predict_plan(
-    config: Config,
-    pipeline: BoundPipeline,
-    plan: Plan,
-    shapes: Mapping[str, ModelShape],
-    device: Device,
-    given: RunFacts = RunFacts(),
-) -> PredictedRun:
-    """The prediction for a plan that exists; see `predict`."""
+    if plan is None:
+        counted = {role: shape.parameters for role, shape in shapes.items() if role != "rollout"}
+        sizes = {**counted, **config.dag.model_sizes}
+        plan = plan_devices(pipeline, config, "cpu" if device.is_cpu else "cuda", lambda: sizes)
+        _check_divisible(plan, shapes)
     lengths = given.lengths or Lengths.of(config)
     own = share_of_device(config, plan, device)
     times = StepTimes(config, plan, shapes, own, lengths, given.rates)
@@ -331,8 +322,7 @@ def _channel_bytes(channel: Channel, pipeline: BoundPipeline, config: Config, le
     source, target = pipeline.node(channel.source).contract, pipeline.node(channel.target).contract
     wanted = {canonical(name) for name in (*target.reads, *target.optional)}
     columns = [pipeline.fields[name] for name in map(canonical, source.writes) if name in wanted]
-    samples = config.data.train_batch_size * samples_per_prompt(config)
-    return samples * sum(_column_bytes(column, lengths) for column in columns)
+    return samples_per_step(config) * sum(_column_bytes(column, lengths) for column in columns)
 
 
 def _column_bytes(column: Field, lengths: Lengths) -> float:
@@ -352,13 +342,14 @@ class StepTimes:
     device: Device
     lengths: Lengths
     rates: Rates = Rates()
-    samples: int = field(init=False)
-    itemsize: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "samples", self.config.data.train_batch_size * samples_per_prompt(self.config))
-        is_whole = self.config.actor_rollout_ref.model.dtype == "float32"
-        object.__setattr__(self, "itemsize", 4 if is_whole else 2)
+    @cached_property
+    def samples(self) -> int:
+        return samples_per_step(self.config)
+
+    @cached_property
+    def itemsize(self) -> int:
+        return itemsize_of(self.config)
 
     @property
     def flops(self) -> float:
@@ -464,7 +455,7 @@ class StepTimes:
 
     def _link(self, is_used: bool, role: str, axis: str = "data") -> float:
         """Bytes per second between the ranks of a role along an axis; over the network if they span machines."""
-        layout = next((layout for layout in self.plan.layouts if layout.role == role), None)
+        layout = self.plan.layout(role)
         ranks = layout.ranks if layout is not None and is_used else ()
         if layout is not None and axis == "tensor":
             ranks = layout.ranks[: layout.sizes.tensor]
@@ -487,10 +478,9 @@ class StepTimes:
 
     def sync(self) -> float:
         """Engines receive at the same time."""
-        return self.rates.sync * self._sync() if self.sync_bytes else 0.0
-
-    def _sync(self) -> float:
-        one = self.shapes["rollout"].parameters * self.itemsize
+        if not self.sync_bytes:
+            return 0.0
+        one = self.rates.sync * self.shapes["rollout"].parameters * self.itemsize
         sharded = shards_of(self.plan, self.config, "actor") > 1
         gathers = one / self._link(True, "actor") if sharded else 0.0
         if not self._generates_elsewhere:

@@ -10,7 +10,7 @@ from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config import Config
 from distflow.config.keys.schema import with_values
 from distflow.errors import UserError, count_of
-from distflow.planning.memory import samples_per_prompt
+from distflow.planning.memory import samples_per_step, worker_memory
 from distflow.planning.predicted_run import PredictedRun
 from distflow.planning.simulate import SimulatedRun
 
@@ -116,8 +116,8 @@ def search_allocations(
         raise UserError(f"trainer.allocation={AUTO}: the pipeline has no allocation of {choices.num_devices} devices")
     ends = {0, max(choices.staleness)}  # between them nothing differs but what is simulated
     fitting = sorted((e for e in tried if e.run.fits), key=lambda each: (each.staleness not in ends, each.rank))
-    responses = choices.config.data.train_batch_size * samples_per_prompt(choices.config)
-    most = max(10, _MOST_RESPONSES // (responses * (4 + max(choices.staleness))))
+    responses = samples_per_step(choices.config) * (4 + max(choices.staleness))
+    most = max(10, _MOST_RESPONSES // responses)
     for start in range(0, len(fitting), most):
         finalists = (replace(each, simulated=simulated(each.run)) for each in fitting[start : start + most])
         ranked = sorted(finalists, key=lambda each: each.rank)
@@ -141,14 +141,16 @@ def _candidates(choices: Choices, predict: Callable[[Config], PredictedRun]) -> 
         keys: dict[str, object] = {"trainer.allocation": text, STRATEGY: trainer, **dict(RAY)}
         size = re.search(r"\[rollout\]:d\d+t(\d+)", text)
         keys["actor_rollout_ref.rollout.tensor_model_parallel_size"] = int(size[1]) if size else 1
-        found: dict[bool, PredictedRun] = {}
+        found: dict[bool, PredictedRun] = {}  # above 0 only memory depends on the staleness
         for staleness in choices.staleness:
+            config = with_values(choices.config, {**keys, STALENESS: staleness})
             try:
-                run = found.get(staleness > 0) or predict(with_values(choices.config, {**keys, STALENESS: staleness}))
+                run = found[staleness > 0] = found.get(staleness > 0) or predict(config)
             except UserError:  # the pipeline, or the layers of a model, cannot be divided so
                 break
-            found[staleness > 0] = run
-            yield Candidate(text, staleness, replace(run, config=with_values(run.config, {STALENESS: staleness})))
+            times = run.times
+            memory = worker_memory(run.plan, config, times.shapes, times.device, times.rates.libraries)
+            yield Candidate(text, staleness, replace(run, config=config, workers=memory))
 
 
 def allocations(choices: Choices) -> Iterator[tuple[str, str]]:

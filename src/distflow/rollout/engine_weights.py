@@ -44,6 +44,12 @@ def _hash(shape: tuple[int, ...], stripe: Tensor) -> str:
     return digest.hexdigest()
 
 
+def check_version(current: Version, version: Version) -> None:
+    """Raises ValueError if the version of sent weights goes back."""
+    if version < current:
+        raise ValueError(f"weights of {version} sent to an engine that has {current}: versions never decrease")
+
+
 class PartialWeightsError(RuntimeError):
     """Weights sent one by one did not fit after some were already loaded: the module has a mix of two versions."""
 
@@ -82,22 +88,20 @@ class EngineWeights:
         Raises ValueError, with nothing changed, if the version goes back, if names or shapes do not fit, or, on shared
         storage, if a sent tensor is not the module's own.
         """
-        if version < current:
-            raise ValueError(f"weights of {version} sent to an engine that has {current}: versions never decrease")
+        check_version(current, version)
         if weights is None:
             return WeightReceipt(version, shared=self.shared, version_only=True)
         if self.shared:
             check_shared(self.module, weights)
             return WeightReceipt(version, shared=True)
-        if self._released:
-            self._released = {}
-            for weight in self.module.parameters():
-                weight.data = weight.data.new_empty(weight.shape)
+        released, self._released = self._released, {}
+        for weight in self.module.parameters() if released else ():
+            weight.data = weight.data.new_empty(weight.shape)
         was_whole, self.is_whole = self.is_whole, False
         try:
             hashes = copy_weights(self.module, weights)
         except ValueError:
-            self.is_whole = was_whole
+            self.is_whole, self._released = was_whole, released
             raise
         self.is_whole = True
         return WeightReceipt(version, hashes)

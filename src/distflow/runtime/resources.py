@@ -20,7 +20,7 @@ from distflow.rollout.engine import RolloutEngine
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.spec import Factory, Get, Offloads
 from distflow.training.engine import Collective, OneRank, Scorer, TrainEngine
-from distflow.training.policies import Policies
+from distflow.training.multi_policy_engine import MultiPolicyTrainer
 from distflow.training.torch_engine import FrozenWeights
 
 
@@ -63,7 +63,7 @@ class Resources:
 
     def updated(self) -> dict[str, TrainEngine]:
         """The engines that take optimizer steps, by role; with several policies, each one's by its name."""
-        several = self.actor.engines if isinstance(self.actor, Policies) else {}
+        several = self.actor.engines if isinstance(self.actor, MultiPolicyTrainer) else {}
         return {**self.trained(), **several}
 
 

@@ -76,9 +76,12 @@ class TorchScorer:
     def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:
         """The wanted outputs as response columns of a batch with the samples of `batch`, on the CPU."""
         self.model.eval()
-        bins = micro_batches(batch, self.max_tokens, self.group)
-        scored = Batch.concat([self._columns(batch.select(index), outputs) for index in bins])
-        return scored.to("cpu").select(torch.cat(bins).argsort())
+        bins, parts = micro_batches(batch, self.max_tokens, self.group), list[Batch]()
+        for part in map(batch.select, bins):
+            parts.append(Batch(part.lengths("prompt"), part.lengths("response")))
+            for name, flat in self.compute(part, outputs).items():
+                parts[-1][name] = flat
+        return Batch.concat(parts).to("cpu").select(torch.cat(bins).argsort())
 
     def compute(self, micro: Batch, outputs: tuple[str, ...], heat: float | Tensor | None = None) -> dict[str, Tensor]:
         """The wanted outputs of a micro-batch, flat `(response tokens,)`, on the model's device, with gradient.
@@ -98,12 +101,6 @@ class TorchScorer:
             heat = self.temperature_of(micro) if heat is None else heat
             heat = send(heat, self.device) if isinstance(heat, Tensor) else heat
             return model.packed_forward(inputs, outputs, temperature=heat)
-
-    def _columns(self, part: Batch, outputs: tuple[str, ...]) -> Batch:
-        columns = Batch(part.lengths("prompt"), part.lengths("response"))
-        for name, flat in self.compute(part, outputs).items():
-            columns[name] = flat
-        return columns
 
     def temperature_of(self, micro: Batch) -> float | Tensor:
         """The temperature; if they differ, that of each response token: `(response tokens,)`."""

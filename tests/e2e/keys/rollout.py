@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from distflow.rollout.hf import HFEngine
+from distflow.rollout.hf_engine import HFEngine
 from distflow.runtime.spec import Spec
 from tests.e2e.keys.case import Case, close, the_spec
 from tests.e2e.keys.lab import ROLLOUT, Run

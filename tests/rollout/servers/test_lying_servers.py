@@ -370,6 +370,31 @@ def test_one_that_answers_everything_but_a_request_is_asked_again(
     run(make(server.url), story)
 
 
+@pytest.mark.parametrize("refused", [404, [], {}, {"results": [None]}], ids=str)
+def test_a_refused_look_does_not_end_the_watch(server: Server, refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server did answer. When it falls silent later, this is still found."""
+    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.02)
+    looks = 0
+
+    async def story(engine: VllmEngine) -> None:
+        monkeypatch.setattr(http_engine, "ATTACH_S", 0.5)
+
+        def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
+            nonlocal looks
+            if engine.number_of_server:
+                return true
+            if asked.get("method") == "distflow_count":
+                looks += 1
+                return refused if looks == 1 else None
+            return server.released.wait(DEADLINE_S) if path == GENERATE else true
+
+        server.lie = lie
+        (response, _) = (await engine.generate(request())).generations
+        assert response.token_ids == [7] * 4 and engine.number_of_server == 1 and looks > 1
+
+    run(make(server.url), story)
+
+
 @pytest.mark.parametrize(
     ("kind", "path"), [(VllmEngine, GENERATE), (SGLangEngine, "/generate"), (OpenAIEngine, "/v1/completions")]
 )
@@ -462,29 +487,24 @@ def test_one_that_was_started_anew_is_not_believed(server: Server, monkeypatch: 
     run(make(server.url), story)
 
 
-def test_errors_of_one_call_do_not_end_the_watch(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that fails to count its tokens, and then stalls, is still found."""
-    monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
-    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.05)
+def test_one_that_has_slept_loads_all_weights_again(server: Server) -> None:
+    """Those below an adapter are as undefined as the rest, though their hashes have not changed."""
+
+    def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
+        if asked.get("method") == "distflow_describe":
+            true["results"][0]["can_sleep"] = True
+        return true
 
     async def story(engine: VllmEngine) -> None:
-        counts = list[None]()
+        await engine.pause(release=True)
+        await engine.load_weights(Version(0, 1), list(engine.model.named_parameters()))
+        calls = [asked.get("method", path) for path, asked in server.asked]
+        after_sleep = calls[calls.index("/sleep", calls.index("/reset_prefix_cache", calls.index("/resume"))) :]
+        wanted = ("/wake_up", "distflow_forget_weights", "distflow_load")
+        assert [call for call in after_sleep if call in wanted] == [*wanted]
 
-        def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
-            if asked.get("method") == "distflow_count":
-                counts.append(None)
-                return 500
-            return server.released.wait(DEADLINE_S) and true if path == GENERATE and len(counts) < 9 else true
-
-        server.lie = lie
-        task = asyncio.create_task(engine.generate(request()))
-        while len(counts) < 9:
-            await asyncio.sleep(0.01)
-        assert not engine._watching.done()
-        server.released.set()
-        await task
-
-    run(make(server.url), story)
+    server.lie = lie
+    run(make(server.url, free_cache_engine=True), story)
 
 
 def test_a_cancelled_request_is_closed(server: Server) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from distflow.errors import TrustError
+from distflow.models.lora import add_lora, named_weights
 from distflow.rollout.engine import GenerateRequest
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers import http_engine
@@ -140,6 +141,20 @@ def test_other_weights_than_the_follower_was_sent_are_found(tmp_path: Path, pyth
             await asyncio.gather(load(leader, SECOND, seed=1), load(follower, SECOND, seed=2))
         with pytest.raises(ValueError, match="weights were rejected"):
             await follower.load_weights(SECOND, [])
+
+    run(tmp_path, python, story)
+
+
+def test_both_take_the_weights_of_an_adapter_unmerged(tmp_path: Path, python: str) -> None:
+    pytest.importorskip("peft")
+
+    async def story(leader: Leader, follower: HttpEngine) -> None:
+        models: dict[str, Any] = {"data": [{"id": "policy"}]}
+        leader.servers[0].lie = lambda path, asked, true: models if path == "/v1/models" else true
+        leader.model, follower.model = (add_lora(make_model(), rank=2) for _ in range(2))
+        weights = list(named_weights(add_lora(make_model(seed=1), rank=2), merge=False))
+        receipts = await asyncio.gather(*(each.load_weights(SECOND, weights) for each in (leader, follower)))
+        assert [each.hashes for each in receipts] == [stripe_hashes(weights)] * 2
 
     run(tmp_path, python, story)
 

@@ -24,7 +24,7 @@ from distflow.scheduling.group_states import Version
 from tests.models.families import FAMILIES
 from tests.rollout.drive import FIRST, forward_log_probs, generate_all, make_model, prompt_of, request_of, run_all
 from tests.rollout.servers.test_server_process import is_gone, wait_until
-from tests.rollout.test_hf import OPTIONS, make_hf
+from tests.rollout.test_hf_engine import OPTIONS, make_hf
 from tests.tiny_models import tiny_tokenizer, write_tiny_model
 
 PYTHON = Path(__file__).parents[3] / ".venv-vllm/bin/python"

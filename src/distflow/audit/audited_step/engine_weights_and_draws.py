@@ -37,7 +37,7 @@ from distflow.config.derived_settings import agent_sampling
 from distflow.models.image_inputs import UNUSED, own_pass
 from distflow.models.lora import unwrapped
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
-from distflow.training.policies import models_of
+from distflow.training.multi_policy_engine import models_of
 
 EXACT, ROUNDED = (1e-3, 3e-2), (0.15, 5.0)
 LEAST_TOKENS = 16

@@ -14,7 +14,7 @@ from distflow.rollout.engine import GenerateRequest, RolloutEngine, SamplingPara
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
 from distflow.training.engine import TrainEngine
-from distflow.training.policies import Policies
+from distflow.training.multi_policy_engine import MultiPolicyTrainer
 
 
 @dataclass
@@ -108,7 +108,7 @@ def make_canary(spec: Spec, resources: Resources) -> Canary:
         spec.options.canary_freq,
         spec.shares_weights,
         spec.temperature_of_agent,
-        resources.actor.agents if isinstance(resources.actor, Policies) else {},
+        resources.actor.agents if isinstance(resources.actor, MultiPolicyTrainer) else {},
         [row.images for row in spec.rows[: Canary.NUM_PROMPTS]],
     )
 

@@ -21,7 +21,7 @@ from distflow.graph import BoundPipeline
 from distflow.hub_id_or_local_path import is_local_model
 from distflow.import_target import placeholders
 from distflow.launch.plans.measured_run import MeasuredRun, given_by, longest_scoring, measured_run
-from distflow.models.paths import BUILTIN_PREFIX, PACKAGE_PREFIX, resolve_path
+from distflow.models.model_paths_and_folder_checks import BUILTIN_PREFIX, PACKAGE_PREFIX, resolve_path
 from distflow.planning.allocation_expression import AllocatedPart, follow_allocation, parse_allocation
 from distflow.planning.known_models_and_devices import Device, ModelShape, device_here, find_device, find_shape
 from distflow.planning.predicted_run import Lengths, PredictedRun, predict

@@ -25,7 +25,7 @@ from distflow.pipelines.nodes.objectives_from_config import (
 from distflow.pipelines.nodes.rollout_correction import drift_weights, has_drifted
 from distflow.runtime.compiled_node import NodeContext
 from distflow.training.engine import Collective, Counts, LossFn, Sums, TrainEngine
-from distflow.training.policies import Policies
+from distflow.training.multi_policy_engine import MultiPolicyTrainer
 
 register_field(
     "trainer_log_probs",
@@ -179,7 +179,7 @@ def update(
 
 def update_policies(
     batch: Batch,
-    engine: Policies,
+    engine: MultiPolicyTrainer,
     ctx: NodeContext,
     reduce: Collective,
     *,

@@ -15,9 +15,9 @@ from typing import Final, TypeVar
 import httpx
 from torch import Tensor
 
-from distflow.errors import TrustError, UserError
+from distflow.errors import TrustError
 from distflow.rollout.engine import Activity, GenerateRequest, GenerateResult, RequestLog, Stream, WeightReceipt
-from distflow.rollout.engine_weights import stripe_hashes
+from distflow.rollout.engine_weights import check_version, stripe_hashes
 from distflow.rollout.servers import http_engine
 from distflow.rollout.servers.http_engine import MOST_SERVERS, HttpEngine, ServerFailed, ServerLost, cancel
 from distflow.rollout.servers.server_process import WeightFiles
@@ -34,10 +34,7 @@ _FORGET_S: Final = 60.0
 """An idle server's measured speed is forgotten after this time, so that it is tried again."""
 _MOST_HOMES: Final = 10_000
 _MOST_BACK_OFF_S: Final = 30.0
-_FAILURES: Final = (
-    *(ServerFailed, TrustError, UserError, httpx.HTTPError, OSError),
-    *(ValueError, LookupError, TypeError, AttributeError),  # malformed answers
-)
+_FAILURES: Final = (ServerFailed, TrustError, httpx.HTTPError, OSError, *http_engine.MALFORMED)
 """Errors that a server restart may raise."""
 
 _log = logging.getLogger(__name__)
@@ -155,7 +152,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         able = [each for each in self._servers if self._is_current(each)]
         able = [each for each in able if each not in refused] or able
         home = self._homes.get(request.stream)
-        chosen = home if home in able else min(able, key=lambda each: self._finishes(each, request))
+        cost = _cost(request)
+        chosen = home if home in able else min(able, key=lambda each: (each.outstanding + cost) / self._speed(each))
         self._homes[request.stream] = chosen
         self._homes.move_to_end(request.stream)
         if len(self._homes) > _MOST_HOMES:
@@ -199,9 +197,6 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         for clock, limit in clocks.items():
             if not clock.expired():  # else the request is being cancelled
                 clock.reschedule(None if self._paused else now + limit)
-
-    def _finishes(self, server: _Server, request: GenerateRequest) -> float:
-        return (server.outstanding + _cost(request)) / self._speed(server)
 
     def _speed(self, server: _Server) -> float:
         """The measured speed, forgotten after some time, since only servers with requests are measured."""
@@ -315,7 +310,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         found = list[dict[str, str]]()
         while not found:
             await self._until(lambda: any(map(self._is_current, self._servers)))
-            found = await self._all(lambda engine: self._hashes_of(engine))
+            found = await self._all(self._hashes_of)
             found = [each for each in found if each]
         if any(each != found[0] for each in found):
             raise TrustError("the servers of a fleet have different weights of one version")
@@ -326,10 +321,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         """See `RolloutEngine`. One server must have loaded them; other healthy ones get as much time again."""
-        if version < self.version:
-            raise ValueError(
-                f"weights of {version} offered to a fleet that serves {self.version}: versions never decrease"
-            )
+        check_version(self.version, version)
         async with self._updating:
             if weights is not None:
                 self._files = await asyncio.to_thread(self._write, version, weights)
@@ -344,14 +336,11 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 self._bring_back(server)
             await self._until(lambda: self._served == self._files)
             due = time.monotonic() + (time.monotonic() - began) + http_engine.SILENT_S
-            await self._until(lambda: not any(map(self._is_behind, self._well())), due)
+            await self._until(lambda: not any(self._is_behind(each) for each in self._servers if not each.is_lost), due)
             self._wind_clocks(self._clocks)
         if weights is None or self._files is None:
             return WeightReceipt(version, version_only=True)
         return WeightReceipt(version, dict(self._files.hashes))
-
-    def _well(self) -> list[_Server]:
-        return [each for each in self._servers if not each.is_lost]
 
     def _write(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> WeightFiles:
         hashes = dict[str, str]()

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.errors import TrustError, UserError
 from distflow.models.lora import plain_name, unwrapped
 from distflow.rollout.engine import Activity, GenerateRequest, GenerateResult, RequestLog, WeightReceipt
-from distflow.rollout.engine_weights import checked
+from distflow.rollout.engine_weights import check_version, checked
 from distflow.rollout.servers.answer_checks import Answer, AnswerCheck, label_of, lie
 from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess, WeightFiles
 from distflow.rollout.stops_and_draws import check_request
@@ -44,6 +44,8 @@ UNLIMITED: Final = httpx.Timeout(None, connect=_CONNECT_S)  # for responses: `_w
 _START_LOOKS_EVERY_S: Final = 0.2
 _AT_SOCKET: Final = "http://server"
 _NO_LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=1.0)
+MALFORMED: Final = (ValueError, LookupError, TypeError, AttributeError)
+"""Errors that reading an answer of another form raises."""
 
 _log = logging.getLogger(__name__)
 
@@ -230,10 +232,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         """See `RolloutEngine`. Generation is halted only while the server reads complete files. Raises ValueError, with
         nothing changed, if weights do not fit."""
-        if version < self.version:
-            raise ValueError(
-                f"weights of {version} offered to an engine that serves {self.version}: versions never decrease"
-            )
+        check_version(self.version, version)
         if weights is None:
             async with self._updating:
                 await self._call(partial(self._rename, version))
@@ -291,7 +290,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     async def _answers(self, request: GenerateRequest) -> list[Answer]:
         try:
             return await self.ask(request)
-        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as err:
+        except MALFORMED as err:
             if isinstance(err, UserError):
                 raise
             raise lie(self.who, f"in a form that its interface does not define ({type(err).__name__}: {err})") from err
@@ -424,18 +423,14 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             look.cancel()
 
     async def _hear(self) -> None:
-        while not await self._is_heard():
-            await asyncio.sleep(LOOKS_EVERY_S)
-
-    async def _is_heard(self) -> bool:
-        """Whether the server answers at all."""
-        try:
-            await self._count()
-        except httpx.TransportError:  # if the machine is gone, open requests get no error
-            return False
-        except (httpx.HTTPError, ServerFailed, TrustError, ValueError):
-            pass  # only a missing answer counts here
-        return True
+        """Wait until the server answers at all."""
+        while True:
+            try:
+                return await self._count()
+            except httpx.TransportError:  # if the machine is gone, open requests get no error
+                await asyncio.sleep(LOOKS_EVERY_S)
+            except (httpx.HTTPError, TrustError, ServerFailed, *MALFORMED):
+                return  # only a missing answer counts here
 
     def _is_stuck(self) -> bool:
         is_waiting = self._progress is not None and bool(self._running)
@@ -451,8 +446,13 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
         """Write weights as files into a folder. Raises ValueError if they do not fit the model."""
-        own = {plain_name(name): p for name, p in unwrapped(self.model).named_parameters(remove_duplicate=False)}
+        own = self.parameters()
         return self.folder.save(checked(own, weights), sum(each.nbytes for each in own.values()))
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those of the model, by the names under which a trainer sends them."""
+        named = unwrapped(self.model).named_parameters(remove_duplicate=False)
+        return {plain_name(name): parameter for name, parameter in named}
 
     async def _update(self, files: WeightFiles) -> None:
         await self.halt_for_update()

@@ -27,7 +27,7 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
-INTERFACE = 3
+INTERFACE = 4
 ADAPTER = 1  # the number that vLLM's server gives to the first adapter
 STRIPE_LENGTH = 1024
 BLOCK = 256  # the CDF is searched in blocks of this many tokens, then in one of them
@@ -76,6 +76,10 @@ class Extension:
             self._serve(adapter, tensors)
         self.distflow_held = hashes | same
         return self.distflow_held
+
+    def distflow_forget_weights(self) -> None:
+        """Load all weights next time, even those that do not change."""
+        self.distflow_held = {}
 
     def _load_base(self, paths: list[str], names: set[str]) -> dict[str, str]:
         """Load the model's own weights. Returns their hashes."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distflow.errors import TrustError
 from distflow.rollout.engine import GenerateRequest, WeightReceipt
-from distflow.rollout.engine_weights import checked, stripe_hashes
+from distflow.rollout.engine_weights import check_version, checked, stripe_hashes
 from distflow.rollout.servers.answer_checks import Answer
 from distflow.rollout.servers.http_engine import CALL_S, START_S, HttpEngine, ServerFailed
 from distflow.scheduling.group_states import Version
@@ -117,12 +117,10 @@ class _Follower(HttpEngine):
 
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         """Wait until the server has the weights. Raises TrustError if they differ from those sent to this worker."""
-        if version < self.version:
-            raise ValueError(f"weights of {version} offered to an engine that serves {self.version}")
+        check_version(self.version, version)
         sent = None
         if weights is not None:
-            own = dict(self.model.named_parameters(remove_duplicate=False))
-            hashing = partial(stripe_hashes, checked(own, weights))
+            hashing = partial(stripe_hashes, checked(self.parameters(), weights))
             sent = await asyncio.get_running_loop().run_in_executor(None, hashing)
         due = time.monotonic() + CALL_S
         while not self.group.has(version):

@@ -26,7 +26,7 @@ from distflow.rollout.servers.tensor_parallel_server import ServerGroup
 from distflow.rollout.stops_and_draws import sample_key
 
 LOWEST, BELOW = (0, 32), (0, 33)
-INTERFACE: Final = 3  # the version of `in_vllm.py`
+INTERFACE: Final = 4  # the version of `in_vllm.py`
 _KEY: Final = "actor_rollout_ref.rollout"
 _ADAPTER: Final = "policy"  # its name on the server
 _MAX_RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -233,6 +233,7 @@ class VllmEngine(HttpEngine):
 
     async def wake(self) -> None:
         await self.post("/wake_up")
+        await self._rpc("distflow_forget_weights")  # sleep has discarded those below an adapter, too
 
     async def go_on(self) -> None:
         await self.post("/resume")

@@ -2,6 +2,7 @@
 its agents' conversations and takes its own optimizer steps."""
 
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -78,14 +79,7 @@ class PolicyTrainer(PolicyScorer, TorchTrainEngine):
         return own
 
 
-class _Optimizers:
-    """The entries of several optimizers."""
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self.state = {weight: entries for each in optimizers for weight, entries in each.state.items()}
-
-
-class PolicyScorers:
+class MultiPolicyScorer:
     """Scores by several policies. engines: by policy name."""
 
     def __init__(self, engines: Mapping[str, PolicyScorer]) -> None:
@@ -101,7 +95,7 @@ class PolicyScorers:
         return scored
 
 
-class Policies(PolicyScorers):
+class MultiPolicyTrainer(MultiPolicyScorer):
     """A `TrainEngine` for several policies. engines: by policy name. agents: one of each policy."""
 
     def __init__(self, engines: Mapping[str, PolicyTrainer], agents: Mapping[str, str]) -> None:
@@ -109,8 +103,10 @@ class Policies(PolicyScorers):
         self.engines, self.agents = engines, agents
 
     @property
-    def optimizer(self) -> _Optimizers:
-        return _Optimizers([engine.optimizer for engine in self.engines.values()])
+    def optimizer(self) -> SimpleNamespace:
+        """Only the `state` of all optimizers."""
+        optimizers = [engine.optimizer for engine in self.engines.values()]
+        return SimpleNamespace(state={weight: own for each in optimizers for weight, own in each.state.items()})
 
     @property
     def num_steps(self) -> int:
@@ -153,7 +149,7 @@ class Policies(PolicyScorers):
 
 
 def tensors_of_policy(tensors: Mapping[str, Tensor], policy: str) -> dict[str, Tensor]:
-    """The tensors of one policy from those of `Policies.state`, by its own engine's names."""
+    """The tensors of one policy from those of `MultiPolicyTrainer.state`, by its own engine's names."""
     found = dict[str, Tensor]()
     for name, tensor in tensors.items():
         kind, weight = _split(name)

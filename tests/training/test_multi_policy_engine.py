@@ -12,8 +12,8 @@ from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.models.loading import load_model
 from distflow.training.engine import TrainState
+from distflow.training.multi_policy_engine import MultiPolicyTrainer, PolicyTrainer
 from distflow.training.optimizer import make_optimizer, make_schedule
-from distflow.training.policies import Policies, PolicyTrainer
 from tests.tiny_models import write_tiny_model
 
 OWNERS = {"solver": "actor", "checker": "second", "rival": "actor"}
@@ -62,9 +62,9 @@ def trainer(folder: Path, policy: str, **options: Any) -> PolicyTrainer:
 
 
 @pytest.fixture
-def policies(tmp_path: Path) -> Policies:
+def policies(tmp_path: Path) -> MultiPolicyTrainer:
     folder = write_tiny_model(tmp_path / "m")
-    return Policies({name: trainer(folder, name) for name in ("actor", "second")}, {"actor": "solver"})
+    return MultiPolicyTrainer({name: trainer(folder, name) for name in ("actor", "second")}, {"actor": "solver"})
 
 
 def conversations(policy: str) -> list[tuple[list[int], list[tuple[int, int]]]]:
@@ -93,7 +93,7 @@ def plain_log_probs(model: nn.Module, policy: str) -> tuple[torch.Tensor, torch.
     return torch.stack(found), torch.tensor(places)
 
 
-def test_each_token_is_scored_by_the_policy_of_its_conversation(policies: Policies) -> None:
+def test_each_token_is_scored_by_the_policy_of_its_conversation(policies: MultiPolicyTrainer) -> None:
     batch = batch_of_episodes()
     scored = policies.forward(batch, ("log_probs", "entropy"))
     seen = torch.zeros(len(scored.flat("log_probs")))
@@ -106,7 +106,7 @@ def test_each_token_is_scored_by_the_policy_of_its_conversation(policies: Polici
     assert torch.equal(seen, batch.flat("response_mask").float()), "each sampled token belongs to one policy"
 
 
-def test_an_update_is_that_of_an_independent_loop_over_the_policys_own_tokens(policies: Policies) -> None:
+def test_an_update_is_that_of_an_independent_loop_over_the_policys_own_tokens(policies: MultiPolicyTrainer) -> None:
     """Mean over its own tokens, gradients clipped by its own norm, moments of its own; two steps."""
     batch, objective = batch_of_episodes(), PolicyObjective("vanilla")
     for policy, engine in policies.engines.items():
@@ -131,13 +131,13 @@ def test_an_update_is_that_of_an_independent_loop_over_the_policys_own_tokens(po
         assert all(map(torch.equal, before, other.model.parameters())), "the other policy has not moved by a bit"
 
 
-def test_the_state_of_all_policies_is_restored_bit_for_bit(policies: Policies, tmp_path: Path) -> None:
+def test_the_state_of_all_policies_is_restored_bit_for_bit(policies: MultiPolicyTrainer, tmp_path: Path) -> None:
     batch, objective = batch_of_episodes(), PolicyObjective("vanilla")
     policies.train_step(batch, objective)
     state = policies.state()
     saved = TrainState({name: tensor.clone() for name, tensor in state.tensors.items()}, state.meta)
     folder = tmp_path / "m"
-    again = Policies({name: trainer(folder, name) for name in ("actor", "second")}, {})
+    again = MultiPolicyTrainer({name: trainer(folder, name) for name in ("actor", "second")}, {})
     again.load_state(saved)
     for both in (policies, again):
         both.train_step(batch, objective)

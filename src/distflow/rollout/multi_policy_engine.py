@@ -16,14 +16,14 @@ from distflow.rollout.engine import (
 from distflow.scheduling.group_states import Version
 
 
-class PolicyEngines:
+class MultiPolicyRollout:
     """A `RolloutEngine` that passes each request to the engine of its policy. engines: by policy. trained: the policies
     that get weights, whose names begin with the policy's and a dot; the weights of the others never change."""
 
     def __init__(self, engines: Mapping[str, RolloutEngine], trained: Collection[str]) -> None:
         self._engines, self._trained = engines, trained
 
-    async def __aenter__(self) -> "PolicyEngines":
+    async def __aenter__(self) -> "MultiPolicyRollout":
         async with AsyncExitStack() as entered:
             for engine in self._engines.values():
                 await entered.enter_async_context(engine)

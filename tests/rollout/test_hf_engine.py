@@ -13,7 +13,7 @@ import torch
 
 from distflow.errors import UserError
 from distflow.models.log_probs import ActionHead
-from distflow.rollout.hf import HFEngine
+from distflow.rollout.hf_engine import HFEngine
 from distflow.rollout.stops_and_draws import sample_key, uniforms
 from tests.rollout.drive import (
     FIRST,
@@ -78,6 +78,25 @@ def test_the_models_own_end_token_ends_nothing_unless_asked_for() -> None:
     (result,) = run_all(make_hf(model), [request_of(prompt_of(3), greedy=True, max_tokens=7)])
     assert result.generations[0].token_ids == [0] * 7
     assert result.generations[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "defaults",
+    [
+        *({"suppress_tokens": list(range(3, 60))}, {"no_repeat_ngram_size": 1}, {"min_new_tokens": 20}),
+        *({"num_beams": 2}, {"return_dict_in_generate": True}, {"max_time": 1e-9}, {"forced_eos_token_id": 2}),
+        *({"repetition_penalty": 1.5}, {"num_return_sequences": 2, "do_sample": True}, {"bad_words_ids": [[5], [9]]}),
+    ],
+    ids=lambda defaults: next(iter(defaults)),
+)
+def test_the_models_own_defaults_of_generation_change_nothing(defaults: dict[str, Any]) -> None:
+    """Draws and log-probs are of the policy, which the trainer computes without them."""
+    model, request = make_model("llama"), request_of(prompt_of(3), (0, 1), max_tokens=20)
+    expected = run_all(make_hf(model), [request])
+    model.generation_config.update(**defaults)
+    before = model.generation_config
+    assert run_all(make_hf(model), [request]) == expected
+    assert model.generation_config is before and before.to_dict().items() >= defaults.items()
 
 
 def test_other_families_run() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from distflow.models.image_inputs import own_inputs
 from distflow.models.log_probs import ActionHead, normal_log_probs, normal_of
+from distflow.models.lora import unwrapped
 from distflow.rollout.embedded.engine_thread import outcome_of, settle
 from distflow.rollout.engine import (
     FinishReason,
@@ -109,7 +110,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
     async def pause(self, release: bool = False) -> None:
         """Halt requests before their next token. Keys and values of a running one stay, also with `release`."""
         self._open.clear()
-        self.between_tokens.pause()
+        self.between_tokens.is_paused = True
         await self._call(self._weights.release if release else lambda: None)
 
     async def resume(self) -> None:
@@ -128,7 +129,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         """Do this in the engine's thread, before the next token."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self.between_tokens.ask(lambda: settle(future, outcome_of(work)))
+        self.between_tokens.asked.put(lambda: settle(future, outcome_of(work)))
         loop.run_in_executor(self._worker, self.between_tokens.do_asked)
         return await future
 
@@ -162,19 +163,21 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         keys, drawn = [sample_key(own.stream, sample) for own, sample in rows], [own.num_drawn for own, _ in rows]
         draw, length = _Draw(self, keys, drawn, params), prompt.shape[1]
         stop = _Stop(self, length, params, cancelled)
-        ids = self._model.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,  # the processors leave exactly one token to choose
-            num_beams=1,
-            max_new_tokens=params.max_tokens,
-            repetition_penalty=1.0,
-            eos_token_id=None,
-            pad_token_id=0,
-            logits_processor=transformers.LogitsProcessorList([draw.see, *_warpers(params), draw]),
-            stopping_criteria=transformers.StoppingCriteriaList([stop]),
-            **(own_inputs(self._model, prompt, images) if images[0] else {}),
-        )
+        causal = unwrapped(self._model)
+        defaults, causal.generation_config = causal.generation_config, transformers.GenerationConfig()
+        try:
+            ids = self._model.generate(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,  # the processors leave exactly one token to choose
+                max_new_tokens=params.max_tokens,
+                pad_token_id=0,
+                logits_processor=transformers.LogitsProcessorList([draw.see, *_warpers(params), draw]),
+                stopping_criteria=transformers.StoppingCriteriaList([stop]),
+                **(own_inputs(self._model, prompt, images) if images[0] else {}),
+            )
+        finally:  # the defaults that come with a model may forbid tokens; they are saved with it again
+            causal.generation_config = defaults
         generations = []
         for row, (_, sample) in enumerate(rows):
             number, reason = stop.ends.get(row, (0, "abort"))  # of a cancelled request
@@ -196,29 +199,23 @@ class _BetweenTokens:
     """Holds the thread that generates between two tokens, and does there what others ask for."""
 
     def __init__(self) -> None:
-        self._asked = queue.SimpleQueue[Callable[[], None]]()
-        self._paused = False
-
-    def pause(self) -> None:
-        self._paused = True
+        self.asked = queue.SimpleQueue[Callable[[], None]]()
+        self.is_paused = False
 
     def resume(self) -> None:
-        self._paused = False
-        self._asked.put(lambda: None)  # wakes the thread
-
-    def ask(self, work: Callable[[], None]) -> None:
-        self._asked.put(work)
+        self.is_paused = False
+        self.asked.put(lambda: None)  # wakes the thread
 
     def do_asked(self) -> None:
-        while not self._asked.empty():
-            self._asked.get()()
+        while not self.asked.empty():
+            self.asked.get()()
 
     def wait(self, cancelled: Sequence[threading.Event]) -> None:
         """Do what was asked, and more while paused, unless all rows are cancelled."""
         self.do_asked()
-        while self._paused and not all(each.is_set() for each in cancelled):
+        while self.is_paused and not all(each.is_set() for each in cancelled):
             try:
-                self._asked.get(timeout=0.05)()
+                self.asked.get(timeout=0.05)()
             except queue.Empty:
                 continue
 

@@ -79,7 +79,10 @@ def plan_ray(pipeline: BoundPipeline, config: Config, device: str, sizes: Mappin
     else:
         parts = pipeline_parts(pipeline, sizes, num_nodes * size)
         devices = _devices_of(parts, config)
-        dp_groups = _scheduled(parts, [len(own) for own in devices], config)
+        dp_groups = [
+            DpGroup(len(own), frozenset(part.nodes), {role: _model(role, config, len(own)) for role in part.engines})
+            for part, own in zip(parts, devices, strict=True)
+        ]
     _check_engines_lie_together(pipeline, dp_groups)
     device_of = sorted(number for own in devices for number in own)  # by rank
     places = [tuple(map(device_of.index, own)) for own in devices]
@@ -166,14 +169,6 @@ def _devices_of(parts: Sequence[Part], config: Config) -> tuple[tuple[int, ...],
         wanted = f"one list for each of the {len(parts)} independent parts, of different numbers below {num_devices}"
         raise UserError(f"trainer.devices={[list(own) for own in given]}: write {wanted}, or remove it")
     return given
-
-
-def _scheduled(parts: Sequence[Part], shares: Sequence[int], config: Config) -> list[DpGroup]:
-    """Give independent parts separate devices."""
-    return [
-        DpGroup(share, frozenset(part.nodes), {role: _model(role, config, share) for role in part.engines})
-        for part, share in zip(parts, shares, strict=True)
-    ]
 
 
 def _model(role: str, config: Config, num_devices: int) -> tuple[str, Sizes]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from distflow.rollout.engine_weights import stripe_hashes
-from distflow.rollout.policy_engines import PolicyEngines
+from distflow.rollout.multi_policy_engine import MultiPolicyRollout
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import DEADLINE_S, make_engine, make_model, prompt_of, request_of
 
@@ -19,7 +19,7 @@ def test_requests_and_weights_go_to_their_policy_and_staleness_counts_from_the_o
     own = {name: make_engine(model) for name, model in models.items()}
     request = request_of(prompt_of(5), greedy=True)
 
-    async def story(engines: PolicyEngines) -> None:
+    async def story(engines: MultiPolicyRollout) -> None:
         with pytest.raises(ValueError, match="no engine serves the policy 'critic': there are solver, checker, judge"):
             await engines.generate(replace(request, policy="critic"))
         with pytest.raises(ValueError, match=r"judge\..*: no trained policy has the name 'judge'"):
@@ -39,7 +39,7 @@ def test_requests_and_weights_go_to_their_policy_and_staleness_counts_from_the_o
         assert two[0].token_ids == two[1].token_ids != said["solver"].token_ids, "both have the same weights now"
 
     async def run() -> None:
-        async with PolicyEngines(own, NAMES[:2]) as engines:
+        async with MultiPolicyRollout(own, NAMES[:2]) as engines:
             await asyncio.wait_for(story(engines), DEADLINE_S)
 
     asyncio.run(run())
