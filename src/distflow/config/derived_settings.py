@@ -235,7 +235,7 @@ def run_steps(config: Config, room: RunLimits) -> int | None:
     trainer = config.trainer
     if trainer.total_training_steps is not None or room.rows is None:
         return trainer.total_training_steps
-    return ceil(trainer.total_epochs * room.rows / config.data.train_batch_size)
+    return -(-trainer.total_epochs * room.rows // config.data.train_batch_size)
 
 
 def mini_batch_sizes(config: Config) -> list[tuple[str, int]]:

@@ -46,9 +46,12 @@ NEEDED_TO_TRAIN = NEEDED_TO_EVALUATE | {_TRAIN, *_CHOSEN, derived_settings.POLIC
 
 def find_missing(config: Config, origins: Mapping[str, str], needed: Collection[str]) -> Iterator[Problem]:
     for key, path, fault in _named(config):
-        if _DOMAINS.sub("data", key) in needed and (found := fault(path)):
-            what, advice = found
-            yield Problem(((f"{key} = '{path}'", where(key, origins)),), what, advice)
+        try:
+            found = fault(path) if _DOMAINS.sub("data", key) in needed else None
+        except (OSError, RuntimeError) as error:  # in a folder of somebody else's, too long, or of an unknown ~user
+            found = f"cannot be read: {getattr(error, 'strerror', None) or error}", "check the path"
+        if found:
+            yield Problem(((f"{key} = '{path}'", where(key, origins)),), *found)
 
 
 Fault = Callable[[str], tuple[str, str] | None]

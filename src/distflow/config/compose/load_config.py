@@ -25,7 +25,7 @@ from distflow.config.derived_settings import CUSTOM, RunLimits, is_rl, may_have_
 from distflow.config.extension_kinds import find_unregistered
 from distflow.config.keys.schema import Config, flatten, group_names, schema_keys, show_value, with_values
 from distflow.config.migration.tables import NOT_GIVEN, as_override, find_names
-from distflow.config.rules.check_config import find_problems, find_size_problems, where
+from distflow.config.rules.check_config import find_problems, find_size_problems, where, within_bounds
 from distflow.errors import ConfigError, Problem, UserError, hint, joined
 from distflow.import_target import LoadError, load_modules
 
@@ -130,6 +130,9 @@ def load_config(
     except RecursionError as error:
         place = ((f"'{preset_or_file}'", COMMAND_LINE),)
         raise ConfigError([Problem(place, "its keys, or those of an override, are nested too deeply")]) from error
+    except OSError as error:  # of the file; those of files that keys name are problems of the keys
+        place = ((f"'{preset_or_file}'", COMMAND_LINE),)
+        raise ConfigError([Problem(place, f"cannot be read: {error.strerror}", "check the path")]) from error
 
 
 def _overridden(settings: Sequence[Setting], file: str) -> Iterator[str]:
@@ -293,6 +296,8 @@ def _finish(
     problems = [*problems, *unreadable]
     fitted: list[Fitted] = []
     if judge:
+        config, wrong, out_of_bounds = within_bounds(config, origins)
+        problems, faulty = [*problems, *wrong], faulty | out_of_bounds
         config, fitted = fit(config, origins, RunLimits())
         # Nodes of a custom pipeline may name data, and are only known when it is built.
         problems += find_problems(config, origins, faulty, complete and pipeline_name(config) != CUSTOM)

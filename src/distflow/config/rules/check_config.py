@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from distflow.config.compose.values import check_bounds, show
 from distflow.config.derived_settings import RunLimits
-from distflow.config.keys.schema import Config, flatten, schema_keys
+from distflow.config.keys.schema import Config, flatten, schema_keys, with_values
 from distflow.config.rules import (
     Finding,
     algorithm,
@@ -36,19 +36,26 @@ def check(config: Config) -> None:
         raise ConfigError(problems)
 
 
+def within_bounds(config: Config, origins: Mapping[str, str]) -> tuple[Config, list[Problem], set[str]]:
+    """The config with defaults in place of values out of bounds, on which no rule can compute; the problems of these
+    values, and their keys."""
+    values, keys, problems = flatten(config), schema_keys(), list[Problem]()
+    defaults = dict[str, object]()
+    for name, info in keys.items():
+        for mismatch in check_bounds(values[name], info):
+            problems.append(Problem(((name, where(name, origins)),), mismatch.what, mismatch.advice))
+            defaults[name] = info.default
+    return with_values(config, defaults) if defaults else config, problems, {*defaults}
+
+
 def find_problems(config: Config, origins: Mapping[str, str], faulty: set[str], complete: bool = True) -> list[Problem]:
     """Problems of the values.
 
     origins: where keys were set. faulty: keys whose value could not be read; no rule judges their defaults.
     complete: whether missing required keys are problems too.
     """
-    problems = []
-    values = flatten(config)
-    faulty = set(faulty)
-    for name, info in schema_keys().items():
-        for mismatch in check_bounds(values[name], info):
-            problems.append(Problem(((name, where(name, origins)),), mismatch.what, mismatch.advice))
-            faulty.add(name)
+    config, problems, out_of_bounds = within_bounds(config, origins)
+    values, faulty = flatten(config), faulty | out_of_bounds
     findings = [finding for rule in RULES for finding in rule(config)]
     findings += [finding for rule in SIZE_RULES for finding in rule(config, RunLimits())]
     for finding in findings:

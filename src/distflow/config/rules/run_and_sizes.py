@@ -1,5 +1,6 @@
 """Rules of the run: validation, checkpoints, names; sizes that fit each other and the limits of the run."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -80,9 +81,9 @@ def resume(config: Config) -> Iterator[Finding]:
         keys = ("trainer.resume_mode", "trainer.launcher" if launcher == "slurm" else "trainer.max_restarts")
         what = "a run that restarts automatically must resume from its own checkpoints, and may have none yet"
         yield Finding(keys, what, f"train to the first one without {keys[1]}, then use trainer.resume_mode=auto")
-    path = Path(mode).expanduser()
-    if mode not in ("auto", "never") and not path.is_dir():
-        what, advice = ("is a file", "name its folder") if path.is_file() else missing_path(path)
+    path = os.path.expanduser(mode)
+    if mode not in ("auto", "never") and not os.path.isdir(path):
+        what, advice = ("is a file", "name its folder") if os.path.isfile(path) else missing_path(Path(path))
         if near := nearest(mode, ("auto", "never")):
             advice = f"did you mean '{near}'"
         ways = "auto, never (verl's disable), or the folder of a run or a checkpoint"
