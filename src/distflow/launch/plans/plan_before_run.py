@@ -12,7 +12,7 @@ from typing import Any
 
 from distflow.config import Config, Loaded, RunLimits, fit_to, load_config, with_changes
 from distflow.config.compose.fit_defaults_to_data import is_free
-from distflow.config.derived_settings import CUSTOM, pipeline_name, train_files
+from distflow.config.derived_settings import CUSTOM, pipeline_name
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import with_values
 from distflow.data.sources import BUILTIN_FOLDER, read_file
@@ -289,14 +289,15 @@ def shapes_of(config: Config, pipeline: BoundPipeline) -> dict[str, ModelShape]:
 def num_rows(config: Config) -> int | None:
     """Rows to train on, before any are left out; None if counting them takes long."""
     total = 0
-    for name in (file for files in train_files(config).values() for file in files):
-        builtin = (
-            sorted(BUILTIN_FOLDER.glob(f"{name.removeprefix('builtin:')}.*")) if name.startswith("builtin:") else []
-        )
-        file = builtin[0] if builtin else Path(name).expanduser()
-        if not file.is_file() or file.stat().st_size > _MOST_ROWS_BYTES:
-            return None
-        total += sum(1 for _ in read_file(file, "data.train_files"))
+    for source in (config.data, *(domain for domain in config.data.domains.values() if domain.weight)):
+        rows, most = 0, source.train_max_samples
+        for name in source.train_files:
+            builtin = BUILTIN_FOLDER.glob(f"{name.removeprefix('builtin:')}.*") if name.startswith("builtin:") else ()
+            file = next(iter(sorted(builtin)), Path(name).expanduser())
+            if not file.is_file() or file.stat().st_size > _MOST_ROWS_BYTES:
+                return None
+            rows += sum(1 for _ in read_file(file, "data.train_files"))
+        total += rows if most < 0 else min(rows, most)
     return total or None
 
 
