@@ -12,8 +12,9 @@ from typing import cast
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.builtin_names import PIPELINES
 from distflow.config import Config, Loaded, with_changes
-from distflow.config.compose.fit_defaults_to_data import Change, NamedKey, is_free
+from distflow.config.compose.fit_defaults_to_data import NamedKey, is_free
 from distflow.config.derived_settings import CUSTOM, WORKFLOW, pipeline_name, policies_of, policy_of
+from distflow.config.rules.sizes import Change
 from distflow.data.encoded_prompts import PROMPT_FIELDS
 from distflow.errors import MissingColumn, UserError, blaming, hint
 from distflow.graph import (

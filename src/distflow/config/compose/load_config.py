@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from distflow.config.compose.check_paths import find_missing
-from distflow.config.compose.fit_defaults_to_data import Change, Fitted, NamedKey, apply_changes, fit, is_free
+from distflow.config.compose.fit_defaults_to_data import Fitted, NamedKey, apply_changes, fit, is_free
 from distflow.config.compose.unknown_and_unused_keys import is_known, judge_settings, look_up, parents
 from distflow.config.compose.values import Mismatch, nested, parse_value
 from distflow.config.compose.yaml_settings import (
@@ -26,6 +26,7 @@ from distflow.config.extension_kinds import find_unregistered
 from distflow.config.keys.schema import Config, flatten, group_names, schema_keys, show_value, with_values
 from distflow.config.migration.tables import NOT_GIVEN, as_override, find_names
 from distflow.config.rules.check_config import find_problems, find_size_problems, where, within_bounds
+from distflow.config.rules.sizes import Change
 from distflow.errors import ConfigError, Problem, UserError, hint, joined
 from distflow.import_target import LoadError, load_modules
 

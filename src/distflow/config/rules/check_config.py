@@ -12,10 +12,10 @@ from distflow.config.rules import (
     domains,
     models_and_engines,
     pipeline_and_estimator,
-    run_and_sizes,
+    run,
     unused_options,
 )
-from distflow.config.rules.run_and_sizes import SIZE_RULES
+from distflow.config.rules.sizes import SIZE_RULES
 from distflow.errors import ConfigError, Problem
 
 RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
@@ -25,7 +25,7 @@ RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     *models_and_engines.RULES,
     *algorithm.RULES,
     *domains.ALGORITHM_RULES,
-    *run_and_sizes.RULES,
+    *run.RULES,
     *unused_options.RULES,
 )
 
@@ -57,7 +57,7 @@ def find_problems(config: Config, origins: Mapping[str, str], faulty: set[str], 
     config, problems, out_of_bounds = within_bounds(config, origins)
     values, faulty = flatten(config), faulty | out_of_bounds
     findings = [finding for rule in RULES for finding in rule(config)]
-    findings += [finding for rule in SIZE_RULES for finding in rule(config, RunLimits())]
+    findings += [misfit.finding for rule in SIZE_RULES for misfit in rule(config, RunLimits())]
     for finding in findings:
         if finding.missing and not complete:
             continue
@@ -68,7 +68,7 @@ def find_problems(config: Config, origins: Mapping[str, str], faulty: set[str], 
 
 def find_size_problems(config: Config, origins: Mapping[str, str], room: RunLimits) -> list[Problem]:
     values = flatten(config)
-    return [_problem(finding, values, origins) for rule in SIZE_RULES for finding in rule(config, room)]
+    return [_problem(misfit.finding, values, origins) for rule in SIZE_RULES for misfit in rule(config, room)]
 
 
 def where(key: str, origins: Mapping[str, str]) -> str:
