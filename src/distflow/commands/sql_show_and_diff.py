@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,8 +50,8 @@ def add_sql_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON list of objects, whole texts included")
     form.add_argument("--csv", action="store_true", help="print CSV, whole texts included")
-    parser.add_argument("--rows", type=lambda text: at_least(1, text), default=10_000, help="maximum number of rows")
-    parser.add_argument("--seconds", type=lambda text: at_least(1, text), default=5, help="time limit in seconds")
+    parser.add_argument("--rows", type=partial(at_least, 1), default=10_000, help="maximum number of rows")
+    parser.add_argument("--seconds", type=partial(at_least, 1), default=5, help="time limit in seconds")
 
 
 def run_sql(arguments: argparse.Namespace) -> int:
@@ -110,7 +111,7 @@ def _cell(value: object) -> str:
 def add_show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", help="the run's folder")
     parser.add_argument("uid", metavar="UID", help="a sample's uid, such as 27570-2: group 27570, response 2")
-    parser.add_argument("--step", type=lambda text: at_least(0, text), help="default: the one that trained its group")
+    parser.add_argument("--step", type=partial(at_least, 0), help="default: the one that trained its group")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
