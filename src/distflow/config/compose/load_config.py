@@ -25,6 +25,7 @@ from distflow.config.derived_settings import CUSTOM, RunLimits, is_rl, may_have_
 from distflow.config.extension_kinds import find_unregistered
 from distflow.config.keys.schema import Config, flatten, group_names, schema_keys, show_value, with_values
 from distflow.config.migration.tables import NOT_GIVEN, as_override, find_names
+from distflow.config.rules import ACTOR, MODEL, ROLLOUT
 from distflow.config.rules.check_config import find_problems, find_size_problems, where, within_bounds
 from distflow.config.rules.sizes import Change
 from distflow.errors import ConfigError, Problem, UserError, hint, joined
@@ -35,16 +36,10 @@ if TYPE_CHECKING:
 
 # Keys that do not change the training: memory limits, names of the run, other spellings of a value.
 _WITHOUT_EFFECT = (
-    "trainer.project_name",
-    "trainer.experiment_name",
-    "algorithm.allow_group_of_one",
-    "actor_rollout_ref.model.enable_gradient_checkpointing",
-    "actor_rollout_ref.actor.clip_ratio_low",
-    "actor_rollout_ref.actor.clip_ratio_high",
-    "actor_rollout_ref.rollout.max_num_seqs",
-    "actor_rollout_ref.rollout.free_cache_engine",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-    "critic.ppo_max_token_len_per_gpu",
+    *("trainer.project_name", "trainer.experiment_name", "algorithm.allow_group_of_one"),
+    *(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high", f"{MODEL}.enable_gradient_checkpointing"),
+    *(f"{ROLLOUT}.max_num_seqs", f"{ROLLOUT}.free_cache_engine"),
+    *(f"{ACTOR}.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"),
 )
 
 

@@ -163,13 +163,8 @@ def used(config: Config) -> Iterator[Finding]:
 
 
 _RULES_OF_DOMAINS = (
-    *(
-        pipeline_and_estimator.group_of_one,
-        pipeline_and_estimator.known_names,
-        algorithm.kl_control,
-        algorithm.clip_ratios,
-    ),
-    *(*algorithm.NORMALIZATION_RULES, *unused_options.RULES),
+    *(pipeline_and_estimator.group_of_one, pipeline_and_estimator.known_names),
+    *(algorithm.kl_control, algorithm.clip_ratios, *algorithm.NORMALIZATION_RULES, *unused_options.RULES),
 )
 
 

@@ -296,16 +296,6 @@ def sharding(config: Config) -> Iterator[Finding]:
 
 
 RULES = (
-    model_source,
-    remote_code,
-    lora,
-    optimizers,
-    sampling,
-    weight_sync,
-    rollout_server,
-    tensor_parallel_rollout,
-    sampling_of_server,
-    action_heads,
-    sharding,
-    no_secrets,
+    *(model_source, remote_code, lora, optimizers, sampling, weight_sync, rollout_server, tensor_parallel_rollout),
+    *(sampling_of_server, action_heads, sharding, no_secrets),
 )

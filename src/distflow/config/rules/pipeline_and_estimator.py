@@ -188,13 +188,6 @@ def _is_reference(text: str) -> bool:
 
 
 RULES = (
-    named_pipeline,
-    pipeline_and_workflow,
-    pipeline_and_estimator,
-    group_of_one,
-    workflow_and_estimator,
-    known_names,
-    critic_warmup,
-    known_policy,
-    agents_and_policies,
+    *(named_pipeline, pipeline_and_workflow, pipeline_and_estimator, group_of_one, workflow_and_estimator, known_names),
+    *(critic_warmup, known_policy, agents_and_policies),
 )
