@@ -21,12 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow import __version__
-from distflow.commands.arguments_and_run_folders import (
-    add_trust_argument,
-    find_run,
-    importing,
-    newest_run,
-)
+from distflow.commands.arguments_and_run_folders import add_trust_argument, find_run, importing, newest_run
 from distflow.errors import UserError, count_of
 from distflow.import_target import load_modules
 from distflow.observe.crash_safe_files import JSON, read_object, to_json

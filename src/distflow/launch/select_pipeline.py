@@ -29,14 +29,7 @@ from distflow.graph import (
     pipeline_from_config,
 )
 from distflow.graph.graph_node import Node
-from distflow.import_target import (
-    innermost,
-    is_ours,
-    load_function,
-    load_modules,
-    required_parameters,
-    users_code,
-)
+from distflow.import_target import innermost, is_ours, load_function, load_modules, required_parameters, users_code
 from distflow.launch.device_and_threads import make_process_ready
 from distflow.pipelines.nodes.log_probs import score_policy
 from distflow.pipelines.nodes.objectives_from_config import may_derive_old
