@@ -24,7 +24,7 @@ from distflow.cli import main
 from distflow.commands.arguments_and_run_folders import listen
 from distflow.commands.dashboard_and_watch import PAGES, make_server
 from distflow.commands.dashboard_pages import Dashboard, _invoice_columns
-from distflow.commands.samples_index import Texts
+from distflow.commands.dashboard_samples import Texts
 from distflow.data.batch import Batch
 from distflow.observe.crash_safe_files import encode
 from distflow.observe.writing.run_folder import RunFolder

@@ -11,7 +11,7 @@ import torch
 
 from distflow.cli import main
 from distflow.data import chat_template_and_turns
-from distflow.launch import doctor_device_checks
+from distflow.launch.without_run import doctor_device_checks
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.sandbox import fork_server_client
 from distflow.sandbox.interface import INSTALL

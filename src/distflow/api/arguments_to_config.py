@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from distflow.config import Config, Loaded, flatten, pipeline_name
-from distflow.config.compose.yaml_settings import COMMAND_LINE, IN_PYTHON
+from distflow.config.compose.setting_origins import COMMAND_LINE, IN_PYTHON
 from distflow.config.derived_settings import ADV_ESTIMATOR, POLICY_LOSS, is_rl
 from distflow.config.keys.declare import dotted
 from distflow.config.keys.schema import schema_keys, with_values

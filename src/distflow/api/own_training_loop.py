@@ -265,7 +265,7 @@ class Rollouts:
         another must be taken first so that no group gets too stale; TrustError if a check fails.
         """
         from distflow.data.batch import Batch
-        from distflow.observe.metrics import combine
+        from distflow.runtime.sample_queue.protocol import metrics_of_parts
 
         running = self._entered
         owed = running.intake.standing().num_owed
@@ -283,7 +283,7 @@ class Rollouts:
         worker = running.worker
         names = set.intersection(*(set(part.batch.names) for part in self._parts))
         batches = [part.batch.only(name for name in part.batch.names if name in names) for part in self._parts]
-        measured = combine([(dict(part.metrics), len(part.group_ids)) for part in self._parts])
+        measured = metrics_of_parts(self._parts)
         measured |= {**_over_updates(self._updates), **(metrics or {}), **worker.reward_metrics()}
         recorded = worker.finish(Batch.concat(batches), measured)
         self._parts, self._updates, self._num_requests = [], [], 0

@@ -257,7 +257,7 @@ def run_rollout(arguments: argparse.Namespace) -> int:
 
 
 async def _check(config: "Config") -> int:
-    from distflow.launch.model_without_run import check_rollout
+    from distflow.launch.without_run.chat_serve_and_check_engine import check_rollout
 
     settings, failed = config.actor_rollout_ref, 0
     print(f"distflow {__version__} · rollout engine '{settings.rollout.name}' · {settings.model.path}", flush=True)

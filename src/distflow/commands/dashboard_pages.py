@@ -18,9 +18,9 @@ from typing import Any, Self
 
 from distflow.commands import sql_show_and_diff as show
 from distflow.commands import why
-from distflow.commands.samples_index import MAX_PICTURE_BYTES, SamplesIndex
+from distflow.commands.dashboard_samples import MAX_PICTURE_BYTES, SamplesIndex
 from distflow.errors import UserError
-from distflow.launch.run_folders.query_runs import QUESTIONS, VIEWS, query_runs, saved_tokens, token_texts
+from distflow.launch.run_folders.sql_over_runs import QUESTIONS, VIEWS, query_runs, saved_tokens, token_texts
 from distflow.observe.crash_safe_files import read_object, read_records, to_number
 from distflow.observe.metrics import flatten, headline_names
 from distflow.observe.report import chart_data, doctor, samples

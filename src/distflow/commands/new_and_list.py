@@ -74,7 +74,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 def _presets() -> Iterator[tuple[str, str]]:
     """Each preset with the first sentence of its head comment."""
-    from distflow.config.compose.yaml_settings import PRESETS, preset_names
+    from distflow.config.compose.setting_origins import PRESETS, preset_names
 
     for name in preset_names():
         lines = (PRESETS / f"{name}.yaml").read_text("utf-8").splitlines()

@@ -36,7 +36,7 @@ from distflow.observe.sanitized_output import escape_control
 from distflow.untrusted_files import check_file
 
 if TYPE_CHECKING:
-    from distflow.launch.run_folders.query_runs import Answer
+    from distflow.launch.run_folders.sql_over_runs import Answer
     from distflow.observe.report.run_rules import RunRecords
 
 _MAX_CELL, _MAX_SHOWN = 60, 40
@@ -55,7 +55,7 @@ def add_sql_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_sql(arguments: argparse.Namespace) -> int:
-    from distflow.launch.run_folders.query_runs import query_runs
+    from distflow.launch.run_folders.sql_over_runs import query_runs
 
     runs = [find_run(run_dir) for run_dir in arguments.run_dirs]
     answer = query_runs(runs, arguments.query, arguments.rows, arguments.seconds)
@@ -286,7 +286,7 @@ def _first_response(a: "RunRecords", b: "RunRecords") -> str:
 
 def _token(a: "RunRecords", b: "RunRecords", step: int, uid: str) -> str:
     """The first token that differs, with its log-probs, if both runs saved the step's tokens."""
-    from distflow.launch.run_folders.query_runs import saved_tokens
+    from distflow.launch.run_folders.sql_over_runs import saved_tokens
 
     first, second = ([row for row in saved_tokens(run.run_dir, step) if row[1] == uid] for run in (a, b))
     differing = (pair for pair in zip(first, second, strict=False) if pair[0][3] != pair[1][3])

@@ -7,8 +7,8 @@ from math import ceil
 from typing import Literal
 
 from distflow.builtin_names import ESTIMATORS, LAUNCHERS, PIPELINES, SEVERAL_PROCESSES, BuiltinPipeline, Estimator
+from distflow.config.compose.setting_origins import pipeline_of_algorithm
 from distflow.config.compose.unknown_and_unused_keys import peek, suggest, with_group
-from distflow.config.compose.yaml_settings import pipeline_of_algorithm
 from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig, CriticConfig, OptimConfig, RefConfig
 from distflow.config.keys.algorithm import DIFFERING_LOSS, AlgorithmConfig
 from distflow.config.keys.dag import FIRST_POLICY

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config, Loaded, RunLimits, fit_to, flatten, with_changes
 from distflow.config.compose.load_config import is_verls, with_named
+from distflow.config.compose.setting_origins import is_preset
 from distflow.config.compose.unknown_and_unused_keys import peek, watch
-from distflow.config.compose.yaml_settings import is_preset
 from distflow.config.derived_settings import CUSTOM, is_sharded, pipeline_name
 from distflow.config.migration.tables import expand
 from distflow.data.encoded_prompts import PromptSet

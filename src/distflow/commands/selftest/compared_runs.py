@@ -26,9 +26,18 @@ from distflow.commands.selftest.runs import (
 )
 from distflow.config import Config
 from distflow.errors import RayNotStarted
-from distflow.launch import doctor_device_checks
 from distflow.launch.device_and_threads import accelerator
-from distflow.launch.doctor_device_checks import EXACT, FAILED, OK, Check, Finding, Result, Subject, try_check
+from distflow.launch.without_run import doctor_device_checks
+from distflow.launch.without_run.doctor_device_checks import (
+    EXACT,
+    FAILED,
+    OK,
+    Check,
+    Finding,
+    Result,
+    Subject,
+    try_check,
+)
 
 TOLERANCE = 5e-6
 """For sums in another order: the reference loop, which may have run on another processor, and several workers. Across

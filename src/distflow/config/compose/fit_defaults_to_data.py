@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from distflow.builtin_names import CUSTOM_REWARD
-from distflow.config.compose.yaml_settings import COMMAND_LINE, IN_PYTHON, is_preset
+from distflow.config.compose.setting_origins import COMMAND_LINE, IN_PYTHON, is_preset
 from distflow.config.derived_settings import RunLimits, is_rl, reward_functions
 from distflow.config.keys.reward import RewardPart
 from distflow.config.keys.schema import Config, flatten, schema_keys, show_value, with_values

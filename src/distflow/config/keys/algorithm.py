@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.builtin_names import ESTIMATORS, KL_TYPES, NO_FULL_KL, ROLLOUT_RS
-from distflow.config.compose.values import (
+from distflow.config.compose.type_conversion import (
     Differing,
     Mismatch,
     convert,

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from distflow.builtin_names import ESTIMATORS, PIPELINES, POLICY_LOSSES, REGISTERED, REWARDS, ROLLOUT_ENGINES
-from distflow.config.compose.values import did_you_mean
-from distflow.config.compose.yaml_settings import preset_names
+from distflow.config.compose.setting_origins import preset_names
+from distflow.config.compose.type_conversion import did_you_mean
 from distflow.config.derived_settings import (
     CUSTOM,
     algorithms,

@@ -24,7 +24,7 @@ from distflow.errors import UserError
 from distflow.launch.check_extensions import check_extensions
 from distflow.launch.configured_models import load_policy, policy_limits, tokenizer_loader
 from distflow.launch.device_and_threads import choose_device, make_process_ready
-from distflow.launch.model_and_engine_factories import engine_dtype, make_factories
+from distflow.launch.engine_factories_from_config import engine_dtype, make_factories
 from distflow.launch.run_folders.export_checkpoint import with_models_of_runs, write_config_of
 from distflow.launch.spec_settings import sampling_params
 from distflow.models.loading import stop_token_ids

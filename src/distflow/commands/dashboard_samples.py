@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distflow.errors import UserError
-from distflow.launch.run_folders.query_runs import MAX_ROWS, plain, query_runs
+from distflow.launch.run_folders.sql_over_runs import MAX_ROWS, plain, query_runs
 from distflow.observe.crash_safe_files import JSON, encode, parse_object
 from distflow.observe.report.samples import SampleGroup, add_pictures, sample_groups
 from distflow.observe.run_reader import RIGHT, Timeline, read_samples, read_timeline, sample_files
