@@ -493,8 +493,8 @@ def test_what_cannot_work_is_said_before_anything_is_built(tmp_path: Path, chang
 
 def test_a_batch_with_an_unusable_row_submits_none_of_them(tmp_path: Path) -> None:
     with opened(tmp_path / "run", None) as rollouts:
-        with pytest.raises(UserError, match="submitted prompt 2"):
-            rollouts.rollout_batch([OWN[0], {"answer": "1"}])
+        with pytest.raises(UserError, match="submitted prompt 2: the prompt has 80 tokens"):
+            rollouts.rollout_batch([OWN[0], {"prompt": "1+" * 40, "answer": "2"}])
         assert prompts(rollouts.rollout_batch(OWN[1:3])) == [row["prompt"] for row in OWN[1:3]]
 
 
