@@ -78,8 +78,8 @@ def _text(value: Any, key: str) -> str:
         return "{" + ",".join(f"{name}:{_text(item, key)}" for name, item in escaped.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(_text(item, key) for item in value) + "]"
-    if callable(item := getattr(value, "item", None)):  # a scalar of numpy or torch
-        return _text(item(), key)
+    if callable(plain := getattr(value, "tolist", None)):  # numbers of numpy or torch
+        return _text(plain(), key)
     if hasattr(value, "save_pretrained"):
         what = f"{type(value).__name__}: save it to a folder with its save_pretrained, and name the folder"
         raise UserError(f"{key} is an object of {what}")

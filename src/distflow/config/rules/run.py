@@ -8,7 +8,7 @@ from distflow.config.derived_settings import is_rl, val_files, validates
 from distflow.config.keys.schema import Config
 from distflow.config.keys.trainer_async_and_trust import StopCondition
 from distflow.config.rules import ROLLOUT, Finding
-from distflow.errors import missing_path, nearest
+from distflow.errors import count_of, missing_path, nearest
 
 
 def validation(config: Config) -> Iterator[Finding]:
@@ -111,4 +111,13 @@ def user_modules(config: Config) -> Iterator[Finding]:
             yield Finding(("trainer.imports",), f"'{module}' is not a module name", advice)
 
 
-RULES = (validation, stop_when, keep_best, resume, run_folder, user_modules)
+def profiled_steps(config: Config) -> Iterator[Finding]:
+    """At least one of the steps to profile exists."""
+    total = config.trainer.total_training_steps
+    if config.profiler.enable and not any(1 <= step <= (total or step) for step in config.profiler.steps):
+        last = "" if total is None else f", and the run has {count_of(total, 'step')}"
+        what = f"none of these steps exists: they are counted from 1{last}"
+        yield Finding(("profiler.steps", "profiler.enable"), what, "set profiler.steps=[1], or profiler.enable=false")
+
+
+RULES = (validation, stop_when, keep_best, resume, run_folder, user_modules, profiled_steps)

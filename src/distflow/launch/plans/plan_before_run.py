@@ -170,7 +170,7 @@ class RunPlanner:
             from distflow.launch.data_sets import data_plan
         steps = steps or simulated_steps(run.config)
         config = with_values(run.config, {"trainer.total_training_steps": steps})
-        rows, domains = self._limits.rows or _MANY_ROWS, run.config.data.domains
+        rows, domains = self._limits.rows or _MANY_ROWS, [n for n, own in run.config.data.domains.items() if own.weight]
         plan = data_plan(config, dict.fromkeys(domains, max(1, rows // len(domains))) if domains else {"": rows})
         setup = setup_of(run, plan)
         draws: dict[str, Any] = {
