@@ -78,7 +78,7 @@ def _whole_graph(config: Config) -> TaskGraph:
     return _custom(own, config) if isinstance(own, str) else pipeline_from_config("yaml_pipeline", own)
 
 
-def bound(graph: TaskGraph, config: Config) -> BoundPipeline:
+def bind_graph(graph: TaskGraph, config: Config) -> BoundPipeline:
     """The pipeline with the config's options and the columns of data sets. Raises PipelineError, which names the
     standard node that would write a missing column."""
     try:
@@ -166,7 +166,7 @@ def _call_pipeline_function(make_graph: Callable[..., object], config: Config) -
 
 def bind(config: Config) -> BoundPipeline:
     """The pipeline of a config, bound to it and to the columns of data sets. Raises PipelineError."""
-    return bound(select_pipeline(config), config)
+    return bind_graph(select_pipeline(config), config)
 
 
 def without_reference(loaded: Loaded, bind: Callable[[Config], object] = bind) -> Sequence[Change]:
@@ -198,7 +198,7 @@ def for_own_loop(spec: Spec, submissions: Submissions) -> Spec:
     before = tuple(node.node_id for node in rebuild(spec.config).rollout_nodes)
     graph = select_pipeline(spec.config).copy()
     graph.add_node(Node("should_accept", accept, before, writes=(), scope="group", plane="rollout", validates=False))
-    pipeline = bound(graph, spec.config)
+    pipeline = bind_graph(graph, spec.config)
     return replace(spec, rows=WithSubmitted(spec.rows, submissions), pipeline=lambda: pipeline)
 
 
