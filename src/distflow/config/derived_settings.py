@@ -13,7 +13,7 @@ from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig, Criti
 from distflow.config.keys.algorithm import DIFFERING_LOSS, AlgorithmConfig
 from distflow.config.keys.dag import FIRST_POLICY
 from distflow.config.keys.declare import changed, walk
-from distflow.config.keys.reward import RewardPart, scoring_models
+from distflow.config.keys.reward import REWARD_MODEL, RewardPart, scoring_models
 from distflow.config.keys.schema import Config, schema_keys, with_values
 from distflow.config.rules import ACTOR
 from distflow.errors import UserError, allow_change_advice
@@ -176,6 +176,17 @@ def launch_target(config: Config) -> str:
 
 def is_sharded(config: Config) -> bool:
     return config.actor_rollout_ref.actor.strategy == "fsdp"
+
+
+def model_of(config: Config, role: str) -> tuple[str, str | None]:
+    """The key that names a role's model, and its path."""
+    models = scoring_models(config.reward_model)
+    if role in models:
+        key = "reward_model.model.path" if role == REWARD_MODEL else f"reward_model.models.{role}.path"
+        return key, models[role].path
+    if role == "critic" and config.critic.model.path is not None:
+        return "critic.model.path", config.critic.model.path
+    return "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
 
 
 def offload_keys(config: Config) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from distflow.config import load_config
+from distflow.errors import UserError
 from distflow.launch.plans.plan_before_run import RunPlanner, num_rows
 
 TINY = ["actor_rollout_ref.model.path=builtin:tiny-arithmetic", "actor_rollout_ref.model.init=random"]
@@ -39,3 +40,14 @@ def test_the_length_of_a_run_counts_the_rows_that_it_uses(files: dict[str, Path]
     keys = [*TINY, f"data.train_files={files['30']}", "data.train_max_samples=8", "data.train_batch_size=4"]
     keys += ["actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.total_epochs=3"]
     assert RunPlanner("grpo", keys, "cpu").run.steps == 6
+
+
+def test_a_model_without_a_config_is_named_by_its_own_key(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    others = {"reward_model.model.path": "grpo", "reward_model.models.helpful.path": "grpo", "critic.model.path": "ppo"}
+    for key, preset in others.items():
+        models = f"reward_model.models={{helpful: {{path: {tmp_path}/empty}}}}"
+        keys = [*TINY, "data.train_files=builtin:arithmetic-rl"]
+        keys += [models if ".models." in key else f"{key}={tmp_path}/empty"]
+        with pytest.raises(UserError, match=f"^{key}: "):
+            _ = RunPlanner(preset, keys, "cpu").shapes

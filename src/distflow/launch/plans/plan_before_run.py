@@ -12,7 +12,7 @@ from typing import Any
 
 from distflow.config import Config, Loaded, RunLimits, fit_to, load_config, with_changes
 from distflow.config.compose.fit_defaults_to_data import is_free
-from distflow.config.derived_settings import CUSTOM, pipeline_name
+from distflow.config.derived_settings import CUSTOM, model_of, pipeline_name
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import with_values
 from distflow.data.sources import BUILTIN_FOLDER, read_file
@@ -269,15 +269,9 @@ def bind_unloaded(config: Config) -> BoundPipeline:
 
 def shapes_of(config: Config, pipeline: BoundPipeline) -> dict[str, ModelShape]:
     """The shape of each role's model; raises UserError with the key of a model without a config."""
-    policy = "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
-    paths = dict.fromkeys(pipeline.engines, policy)
-    if config.critic.model.path:
-        paths["critic"] = "critic.model.path", config.critic.model.path
-    for name, model in scoring_models(config.reward_model).items():
-        paths[name] = f"reward_model.models.{name}.path", model.path
     found = {}
     for role in sorted(pipeline.engines):
-        key, path = paths[role]
+        key, path = model_of(config, role)
         if path is None:
             raise UserError(f"{key} is not set: a plan needs a model, e.g. {key}=qwen2.5-7b")
         with blaming(key):
