@@ -366,6 +366,9 @@ def test_samples_are_sorted_filtered_and_paged_as_in_a_report(client: Client) ->
     assert len(places) == len(set(places)) == min(everything["total"], 80)
     status, _, text = client.ask(f"/api/groups?run={TINY}&low=x")
     assert status == 400 and "'x' is not a number" in json.loads(text)["error"]
+    for page in ("-1", "1e300"):
+        status, _, text = client.ask(f"/api/groups?run={TINY}&page={page}")
+        assert status == 400 and f"'{page}' is not a whole number" in json.loads(text)["error"]
 
 
 def test_a_text_is_found_wherever_it_is_among_texts_that_lack_it() -> None:
