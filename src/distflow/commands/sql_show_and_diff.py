@@ -50,8 +50,8 @@ def add_sql_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON list of objects, whole texts included")
     form.add_argument("--csv", action="store_true", help="print CSV, whole texts included")
-    parser.add_argument("--rows", type=partial(at_least, 1), default=10_000, help="maximum number of rows")
-    parser.add_argument("--seconds", type=partial(at_least, 1), default=5, help="time limit in seconds")
+    parser.add_argument("--rows", type=partial(at_least, 1, most=10**9), default=10_000, help="maximum number of rows")
+    parser.add_argument("--seconds", type=partial(at_least, 1, most=10**6), default=5, help="time limit in seconds")
 
 
 def run_sql(arguments: argparse.Namespace) -> int:
