@@ -101,15 +101,16 @@ def preset_and_lines(config: str | Path | Mapping[str, object], overrides: Overr
 
 @contextmanager
 def claimed_for_a_run(run_dir: Path) -> Iterator[None]:
-    """Restore process-wide state that a run sets: random generators, torch's thread count, the umask."""
+    """Restore process-wide state that a run sets: random generators, torch's threads and attention, the umask."""
     import torch
 
-    threads = torch.get_num_threads()
+    threads, by_cudnn = torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()
     try:
         with claimed(run_dir), global_random_states.lent():
             yield
     finally:
         torch.set_num_threads(threads)
+        torch.backends.cuda.enable_cudnn_sdp(by_cudnn)
 
 
 def say(line: str) -> None:
