@@ -44,7 +44,7 @@ def at_least(minimum: int, text: str, most: float = math.inf) -> int:
     """Parse an integer argument."""
     if not text.isdecimal() or not minimum <= int(text) <= most:
         bounds = f", {minimum} or more" if most == math.inf else f" from {minimum} to {most:,}"
-        raise argparse.ArgumentTypeError(f"must be a whole number{bounds}")
+        raise argparse.ArgumentTypeError(f"must be a whole number{bounds}, not '{text}'")
     return int(text)
 
 
@@ -53,7 +53,7 @@ def a_time(text: str, may_be_zero: bool = True) -> float:
     with suppress(ValueError):
         if math.isfinite(value := float(text)) and (value > 0 or value == 0 and may_be_zero):
             return value
-    raise argparse.ArgumentTypeError(f"must be a number, {'0 or more' if may_be_zero else 'above 0'}")
+    raise argparse.ArgumentTypeError(f"must be a number, {'0 or more' if may_be_zero else 'above 0'}, not '{text}'")
 
 
 def find_run(run_dir: str | None) -> Path:

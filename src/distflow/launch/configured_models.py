@@ -132,7 +132,7 @@ def prediction(config: Config, pipeline: BoundPipeline, plan: Plan, rows: int) -
     this process has no such device. rows: of the training data. Raises UserError for a run that cannot calibrate it."""
     device = choose_device(config).type
     measured = measured_run(named) if (named := config.trainer.plan_from) else None
-    if device not in ("cpu", accelerator()):
+    if device not in ("cpu", accelerator()) or not pipeline.engines:
         return {}
     config, named_by = peek(config), getattr(torch.get_device_module(), "get_device_name", str)  # backends may lack it
     try:

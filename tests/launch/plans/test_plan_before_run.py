@@ -51,3 +51,9 @@ def test_a_model_without_a_config_is_named_by_its_own_key(tmp_path: Path) -> Non
         keys += [models if ".models." in key else f"{key}={tmp_path}/empty"]
         with pytest.raises(UserError, match=f"^{key}: "):
             _ = RunPlanner(preset, keys, "cpu").shapes
+
+
+def test_a_pipeline_without_a_model_has_no_plan() -> None:
+    keys = [*TINY, "data.train_files=builtin:arithmetic-rl", "dag.pipeline=[{id: rows, type: DATA_LOAD}]"]
+    with pytest.raises(UserError, match="no node of the pipeline 'yaml_pipeline' uses a model"):
+        _ = RunPlanner("grpo", keys, "cpu").run

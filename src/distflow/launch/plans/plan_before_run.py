@@ -270,6 +270,8 @@ def bind_unloaded(config: Config) -> BoundPipeline:
 
 def shapes_of(config: Config, pipeline: BoundPipeline) -> dict[str, ModelShape]:
     """The shape of each role's model; raises UserError with the key of a model without a config."""
+    if not pipeline.engines:
+        raise UserError(f"no node of the pipeline '{pipeline.graph_id}' uses a model: there is nothing to plan")
     found = {}
     for role in sorted(pipeline.engines):
         key, path = model_of(config, role)
