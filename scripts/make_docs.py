@@ -17,7 +17,7 @@ from pathlib import Path
 from distflow import builtin_names
 from distflow.config.compose.load_config import differing, load_config
 from distflow.config.compose.setting_origins import PRESETS, preset_names
-from distflow.config.compose.type_conversion import type_name
+from distflow.config.compose.typed_values import type_name
 from distflow.config.keys.data import DomainConfig
 from distflow.config.keys.declare import KeyInfo, collect
 from distflow.config.keys.schema import RESUMABLE, schema_keys, show_value

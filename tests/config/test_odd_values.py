@@ -9,7 +9,7 @@ import pytest
 
 from distflow.config import ConfigError, config_from_dict, load_config
 from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
-from distflow.config.compose.type_conversion import nested
+from distflow.config.compose.typed_values import nested
 from distflow.config.keys.schema import schema_keys
 
 ODD = (None, "nonsense", 0, -1, 2**63 - 1, 10**400, [], {"a": {}})

@@ -16,7 +16,7 @@ from distflow.commands.migration.yaml_and_shell import (
     read_options,
 )
 from distflow.config.compose.setting_origins import preset_names
-from distflow.config.compose.type_conversion import nested
+from distflow.config.compose.typed_values import nested
 from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError, missing_path
 from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file

@@ -28,7 +28,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from yaml import YAMLError
 
 from distflow.config.compose import setting_origins
-from distflow.config.compose.type_conversion import did_you_mean
+from distflow.config.compose.typed_values import did_you_mean
 from distflow.config.keys.schema import schema_keys
 from distflow.errors import ConfigError, Problem, nearest
 

@@ -19,7 +19,7 @@ from distflow.config.compose.setting_origins import (
     overriding_defaults,
     settings_of_value,
 )
-from distflow.config.compose.type_conversion import Mismatch, nested, parse_value
+from distflow.config.compose.typed_values import Mismatch, nested, parse_value
 from distflow.config.compose.unknown_and_unused_keys import is_known, judge_settings, look_up, parents
 from distflow.config.derived_settings import CUSTOM, RunLimits, is_rl, may_have_critic, pipeline_name
 from distflow.config.extension_kinds import find_unregistered

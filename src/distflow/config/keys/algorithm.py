@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.builtin_names import ESTIMATORS, KL_TYPES, NO_FULL_KL, ROLLOUT_RS
-from distflow.config.compose.type_conversion import (
+from distflow.config.compose.typed_values import (
     Differing,
     Mismatch,
     convert,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distflow.builtin_names import PIPELINES
-from distflow.config.compose.type_conversion import (
+from distflow.config.compose.typed_values import (
     Differing,
     Mismatch,
     did_you_mean,

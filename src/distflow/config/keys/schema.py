@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import yaml
 
-from distflow.config.compose.type_conversion import can_convert, nested, show
+from distflow.config.compose.typed_values import can_convert, nested, show
 from distflow.config.keys.actor_rollout_ref_and_critic import ActorRolloutRefConfig, CriticConfig
 from distflow.config.keys.algorithm import AlgorithmConfig, EmbodiedSamplingConfig
 from distflow.config.keys.dag import DagConfig

@@ -8,7 +8,7 @@ from operator import ge, gt, le, lt
 from pathlib import Path
 
 from distflow.builtin_names import LAUNCHERS, TRACKERS, not_there_yet
-from distflow.config.compose.type_conversion import Differing, Mismatch, parse_differing, show
+from distflow.config.compose.typed_values import Differing, Mismatch, parse_differing, show
 from distflow.config.keys.declare import collect, group, key
 
 _COMPARE = {">=": ge, "<=": le, ">": gt, "<": lt}

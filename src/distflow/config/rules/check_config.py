@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from distflow.config.compose.type_conversion import check_bounds, show
+from distflow.config.compose.typed_values import check_bounds, show
 from distflow.config.derived_settings import RunLimits
 from distflow.config.keys.schema import Config, flatten, schema_keys, with_values
 from distflow.config.rules import (

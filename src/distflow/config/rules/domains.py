@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from distflow.builtin_names import CURRICULA, POLICY_LOSSES
-from distflow.config.compose.type_conversion import did_you_mean
+from distflow.config.compose.typed_values import did_you_mean
 from distflow.config.derived_settings import (
     CUSTOM,
     chooses_by_tags,

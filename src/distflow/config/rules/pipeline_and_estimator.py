@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from distflow.builtin_names import ESTIMATORS, PIPELINES, POLICY_LOSSES, REGISTERED, REWARDS, ROLLOUT_ENGINES
 from distflow.config.compose.setting_origins import preset_names
-from distflow.config.compose.type_conversion import did_you_mean
+from distflow.config.compose.typed_values import did_you_mean
 from distflow.config.derived_settings import (
     CUSTOM,
     algorithms,

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from distflow.commands.selftest.compared_runs import CHECKS as ALL_CHECKS
 from distflow.config import load_config
-from distflow.launch.without_run.doctor_device_checks import (
+from distflow.launch.without_run.device_checks import (
     CHECKS,
     Subject,
     kv_bytes_of_token,
