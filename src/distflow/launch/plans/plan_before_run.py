@@ -13,7 +13,6 @@ from typing import Any
 from distflow.config import Config, Loaded, RunLimits, fit_to, load_config, with_changes
 from distflow.config.compose.fit_defaults_to_data import is_free
 from distflow.config.derived_settings import CUSTOM, model_of, pipeline_name
-from distflow.config.keys.data import DataConfig, DomainConfig
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import with_values
 from distflow.data.sources import BUILTIN_FOLDER, read_file
@@ -286,8 +285,8 @@ def shapes_of(config: Config, pipeline: BoundPipeline) -> dict[str, ModelShape]:
 def num_rows(config: Config) -> int | None:
     """Rows to train on, before any are left out; None if counting them takes long."""
     total, domains = 0, [domain for domain in config.data.domains.values() if domain.weight]
-    trained: list[DataConfig | DomainConfig] = [config.data, *domains]
-    for source in trained:
+    sources: list[Any] = [config.data, *domains]
+    for source in sources:
         rows, most = 0, source.train_max_samples
         for name in source.train_files:
             builtin = BUILTIN_FOLDER.glob(f"{name.removeprefix('builtin:')}.*") if name.startswith("builtin:") else ()
