@@ -16,14 +16,14 @@ from pathlib import Path
 
 from distflow import builtin_names
 from distflow.config.compose.load_config import differing, load_config
-from distflow.config.compose.values import type_name
-from distflow.config.compose.yaml_settings import PRESETS, preset_names
+from distflow.config.compose.setting_origins import PRESETS, preset_names
+from distflow.config.compose.typed_values import type_name
 from distflow.config.keys.data import DomainConfig
 from distflow.config.keys.declare import KeyInfo, collect
 from distflow.config.keys.schema import RESUMABLE, schema_keys, show_value
 from distflow.config.migration.tables import ANY, NOT_GIVEN, SYSTEMS, Name, all_tables, as_override, find_names
 from distflow.errors import ConfigError
-from distflow.launch.run_folders.query_runs import VIEWS
+from distflow.launch.run_folders.sql_over_runs import VIEWS
 from distflow.observe.sample_files import COLUMNS, SCHEMA_VERSION
 
 _BUILTIN_NAMES: Mapping[str, Mapping[str, builtin_names.Entry]] = {

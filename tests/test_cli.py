@@ -41,7 +41,7 @@ def test_a_command_that_is_none_or_not_whole_exits_2(
 def test_a_wrong_value_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = run(capsys, "plan", "grpo", "--devices", "0")
     assert status == 2
-    assert err == "distflow plan: argument --devices: '0' is not a number of devices from 1 to 8,192\n"
+    assert err == "distflow plan: argument --devices: must be a whole number from 1 to 8,192, not '0'\n"
 
 
 def test_only_what_is_missing_is_required(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,8 +116,8 @@ def missing_path(path: Path) -> tuple[str, str]:
         return "its name has typographic quotes", "write it without quotes, or with \" or '"
     if re.match(r"\w+:/", str(path)):
         return "is an address, from which nothing is downloaded", "download the file, and write its path"
-    if not path.parent.is_dir():
-        absent = next(folder for folder in reversed(path.parents) if not folder.is_dir())
+    if not os.path.isdir(path.parent):
+        absent = next(folder for folder in reversed(path.parents) if not os.path.isdir(folder))
         looked = "" if path.is_absolute() else f" in {Path.cwd()}"
         return f"there is no folder '{absent}'{looked}", "check the path, or start the command in its folder"
     entries = sorted(path.parent.iterdir())

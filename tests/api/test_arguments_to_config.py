@@ -43,6 +43,7 @@ def test_texts_of_every_kind(text: str) -> None:
         ("trainer.total_training_steps", None, None),
         ("data.train_files", [Path("a.jsonl"), "b c.jsonl"], ("a.jsonl", "b c.jsonl")),
         ("actor_rollout_ref.actor.optim.betas", (0.8, 0.9), (0.8, 0.9)),
+        ("actor_rollout_ref.actor.optim.betas", np.array([0.8, 0.9]), (0.8, 0.9)),
         ("trainer.logger", [], ()),
     ],
 )

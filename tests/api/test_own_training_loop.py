@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from distflow.algorithms.advantages.critic_free import compute_grpo_advantage
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.data.batch import Batch
 from distflow.errors import UserError
-from distflow.runtime.sample_queue.protocol import NothingToWaitFor
+from distflow.runtime.sample_queue.protocol import NothingToWaitFor, TrainingStep
 from tests.api.reward_results import HELD, digits, slow
 from tests.api.small import ROWS, TINY, small
 from tests.ledger_audit import verify
@@ -488,3 +489,46 @@ def test_what_cannot_be_used_is_refused_where_it_is_given(tmp_path: Path) -> Non
 def test_what_cannot_work_is_said_before_anything_is_built(tmp_path: Path, changed: dict, said: str) -> None:
     with pytest.raises(UserError, match=said), opened(tmp_path / "run", **changed):
         pytest.fail("it was entered")
+
+
+def test_a_batch_with_an_unusable_row_submits_none_of_them(tmp_path: Path) -> None:
+    with opened(tmp_path / "run", None) as rollouts:
+        with pytest.raises(UserError, match="submitted prompt 2: the prompt has 80 tokens"):
+            rollouts.rollout_batch([OWN[0], {"prompt": "1+" * 40, "answer": "2"}])
+        assert prompts(rollouts.rollout_batch(OWN[1:3])) == [row["prompt"] for row in OWN[1:3]]
+
+
+class _Worker:
+    """What `publish` asks of a worker. recorded: the metrics of the step."""
+
+    recorded: dict[str, float]
+
+    def reward_metrics(self) -> dict[str, float]:
+        return {}
+
+    def finish(self, batch: Batch, metrics: dict[str, float]) -> dict[str, float]:
+        self.recorded = metrics
+        return metrics
+
+
+def test_a_step_of_several_parts_and_updates_has_the_metrics_of_all(tmp_path: Path) -> None:
+    """Independent of our code: 3 groups with a mean of 1 and 1 group with 5 have a mean of 2."""
+    rollouts = opened(tmp_path / "run")
+    worker, queue = _Worker(), SimpleNamespace(standing=lambda: SimpleNamespace(num_owed=0))
+    rollouts._running = SimpleNamespace(intake=queue, worker=worker)
+    empty = Batch(torch.ones(0, dtype=torch.int64), torch.ones(0, dtype=torch.int64))
+    rollouts._parts = [
+        TrainingStep((0, 1, 2), (), empty, {"mine": 1.0, "async/version_end": 9.0}),
+        TrainingStep((3,), (), empty, {"mine": 5.0, "async/version_end": 4.0}),
+    ]
+    stepped = {"actor/loss": 2.0, "actor/skipped": 0.0, "actor/empty": 0.0}
+    rollouts._updates = [
+        stepped,
+        {**stepped, "actor/loss": 4.0, "actor/skipped": 1.0},
+        {"actor/loss": 0.0, "actor/skipped": 1.0, "actor/empty": 1.0},
+    ]
+    rollouts.publish()
+    assert worker.recorded == {
+        **{"mine": 2.0, "async/version_end": 9.0},
+        **{"actor/loss": 3.0, "actor/skipped": 2.0, "actor/empty": 1.0},
+    }

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import re
 import signal
@@ -13,8 +14,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import distflow
+from distflow.api.train import claimed_for_a_run
 from distflow.cli import main
+from distflow.config import load_config
 from distflow.errors import ConfigError, UserError
+from distflow.launch.device_and_threads import make_process_ready
 from tests.api.reward_results import lengths
 from tests.api.small import ROWS, TINY, small
 
@@ -337,3 +341,17 @@ def test_advice_on_resuming_is_for_the_call(folder: Path, run: distflow.Run) -> 
     )
     with pytest.raises(UserError, match=r"allow_change=\['nosuch.key'\]: there is no such key"):
         distflow.train(TINY, small(folder), data=ROWS, reward=lengths, allow_change=["nosuch.key"])
+
+
+def test_what_a_run_sets_in_the_process_is_as_before_afterwards(tmp_path: Path) -> None:
+    def state() -> tuple[object, ...]:
+        mask = os.umask(0o022)
+        os.umask(mask)
+        return torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled(), random.getstate(), mask
+
+    before = state()
+    with claimed_for_a_run(tmp_path / "run"):
+        make_process_ready(load_config("grpo", ["trainer.num_threads=3"], complete=False).config)
+        random.random()
+        assert state()[:2] == (3, False)
+    assert state() == before

@@ -2,6 +2,7 @@
 not end the conversation."""
 
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,3 +75,24 @@ def test_what_cannot_be_asked_is_one_message(tmp_path: Path, ask: Ask) -> None:
     ):
         status, out, err = ask("Hi\n", *arguments)
         assert (status, out) == (2, []) and told in err and "Traceback" not in err
+
+
+def test_it_samples_as_the_config_says_whatever_the_folder_of_the_model_recommends(tmp_path: Path, ask: Ask) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    asked = ("Hello\n", str(model), "--temperature", "0", "--max-tokens", "8", "--plain")
+    _, plain, _ = ask(*asked)
+    assert plain == greedy(model, "Hello", 8).splitlines()
+    penalty = "actor_rollout_ref.rollout.repetition_penalty=8"
+    _, penalised, _ = ask(*asked, penalty)
+    assert penalised != plain, "the key has an effect"
+    (model / "generation_config.json").write_text(json.dumps({"repetition_penalty": 8.0, "min_p": 0.5}))
+    assert ask(*asked)[1] == plain
+    end = plain[0][2]
+    assert ask(*asked, f"actor_rollout_ref.rollout.stop=['{end}']")[1] == [plain[0][: plain[0].index(end) + 1]]
+
+
+def test_a_temperature_that_is_no_number_is_refused(tmp_path: Path, ask: Ask) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    for text in ("nan", "inf", "-1"):
+        status, _, err = ask("Hello\n", str(model), "--temperature", text)
+        assert status == 2 and f"--temperature {text}: it must be 0 (greedy) or more" in err

@@ -24,7 +24,7 @@ from distflow.cli import main
 from distflow.commands.arguments_and_run_folders import listen
 from distflow.commands.dashboard_and_watch import PAGES, make_server
 from distflow.commands.dashboard_pages import Dashboard, _invoice_columns
-from distflow.commands.samples_index import Texts
+from distflow.commands.dashboard_samples import Texts
 from distflow.data.batch import Batch
 from distflow.observe.crash_safe_files import encode
 from distflow.observe.writing.run_folder import RunFolder
@@ -366,6 +366,9 @@ def test_samples_are_sorted_filtered_and_paged_as_in_a_report(client: Client) ->
     assert len(places) == len(set(places)) == min(everything["total"], 80)
     status, _, text = client.ask(f"/api/groups?run={TINY}&low=x")
     assert status == 400 and "'x' is not a number" in json.loads(text)["error"]
+    for page in ("-1", "1e300"):
+        status, _, text = client.ask(f"/api/groups?run={TINY}&page={page}")
+        assert status == 400 and f"'{page}' is not a whole number" in json.loads(text)["error"]
 
 
 def test_a_text_is_found_wherever_it_is_among_texts_that_lack_it() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from distflow.cli import main
 from distflow.data import chat_template_and_turns
-from distflow.launch import doctor_device_checks
+from distflow.launch.without_run import device_checks
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.sandbox import fork_server_client
 from distflow.sandbox.interface import INSTALL
@@ -113,7 +113,7 @@ def test_a_driver_whose_device_torch_does_not_find_is_a_fault(
     driver.write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  560.35.03  Release Build\nGCC version:\n"
     )
-    monkeypatch.setattr(doctor_device_checks, "_DRIVER", driver)
+    monkeypatch.setattr(device_checks, "_DRIVER", driver)
     for cuda, told in (
         (None, "built without CUDA, finds no device: install"),
         ("13.0", "for CUDA 13.0, finds no device: install"),

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from distflow.cli import COMMANDS, GROUPS, main, make_parser
+from distflow.config import load_config
+from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
 
 
 @pytest.mark.slow
@@ -59,3 +61,27 @@ def test_a_place_that_cannot_be_is_named_and_spaces_are_quoted(
     assert "cannot be made" in capsys.readouterr().err
     assert main(["new", str(tmp_path / "a b")]) == 0
     assert f"distflow train '{tmp_path}/a b/config.yaml'" in capsys.readouterr().out
+
+
+def test_a_folder_with_signs_of_yaml_is_written_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("run #1", "a: b", "[x]", "- ä"):
+        assert main(["new", f"./{name}"]) == 0
+        config = load_config(f"{name}/config.yaml", needed=NEEDED_TO_TRAIN).config
+        assert config.data.train_files == (f"{name}/problems.jsonl",)
+        assert (config.custom_reward_function.path, config.trainer.project_name) == (f"{name}/reward.py", name)
+    capsys.readouterr()
+
+
+def test_runs_below_a_folder_called_earlier_are_listed_and_earlier_ones_of_a_run_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "earlier" / "runs"
+    for folder in (runs / "grpo", runs / "grpo" / "earlier" / "1"):
+        folder.mkdir(parents=True)
+        (folder / "events.jsonl").touch()
+    assert main(["list", "runs", str(runs)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{runs}/grpo ")

@@ -126,8 +126,8 @@ def test_a_column_that_is_not_there_is_named_by_its_option(tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        (("--timeout", "-1"), "must be a number of seconds above 0"),
-        (("--timeout", "soon"), "must be a number of seconds above 0"),
+        (("--timeout", "-1"), "must be a number, above 0"),
+        (("--timeout", "soon"), "must be a number, above 0"),
         (("--options", "{bad"), "write a JSON object"),
     ],
 )

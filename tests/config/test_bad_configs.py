@@ -65,6 +65,15 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         f"{ROLLOUT}.val_kwargs.temperature",
         ("actions.head=gaussian draws numbers", "val_kwargs.temperature=1.0"),
     ),
+    **{
+        f"profiled steps {steps} of {total}": (
+            "grpo",
+            ["profiler.enable=true", f"profiler.steps={steps}", f"trainer.total_training_steps={total}"],
+            "profiler.steps",
+            ("none of these steps exists: they are counted from 1", "profiler.enable=false"),
+        )
+        for steps, total in (("[0]", "null"), ("[]", "null"), ("[4,5]", "3"))
+    },
     # what is missing
     "no data": ("grpo", ["~data.train_files"], "data.train_files", ("no data to train on", "FILE.jsonl")),
     "no data, null": ("grpo", ["data.train_files=null"], "data.train_files", ("no data to train on",)),

@@ -12,7 +12,7 @@ from distflow import cli
 from distflow.commands.selftest.compared_runs import CHECKS
 from distflow.commands.selftest.runs import TOKENIZER, write_models
 from distflow.config import load_config
-from distflow.launch.doctor_device_checks import Subject, try_check
+from distflow.launch.without_run.device_checks import Subject, try_check
 from tests.device.rehearsal import on_device
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]

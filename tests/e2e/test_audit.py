@@ -16,8 +16,8 @@ from distflow.audit.audited_step import rescored_samples
 from distflow.audit.auditor import Auditor
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
-from distflow.launch import build_engines
-from distflow.launch import model_and_engine_factories as engine_factories
+from distflow.launch import build_engines_on_worker
+from distflow.launch import engine_factories_from_config as engine_factories
 from distflow.pipelines.nodes import rollout_reward_filter
 from distflow.rewards import router
 from distflow.rewards.pool.pool import RewardPool
@@ -459,7 +459,7 @@ FAULTS = {
     ),
     "the reference at another temperature": Fault(hotter_reference, "log_probs", KL),
     "the reference follows the policy": Fault(
-        lambda patch: patch.setattr(build_engines, "build_reference", follow), "reference", (*KL, *FAST)
+        lambda patch: patch.setattr(build_engines_on_worker, "build_reference", follow), "reference", (*KL, *FAST)
     ),
     "rewards to the next sample": Fault(
         attribute(router.RewardRouter, "__call__", next_sample), "reward_results|advantages"

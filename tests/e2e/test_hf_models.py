@@ -1,6 +1,8 @@
 """`trainer.save_hf_model`: beside each checkpoint lies its policy, as transformers loads it."""
 
+import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distflow.errors import UserError
-from distflow.launch.run_folders.export_checkpoint import write_hf_models
+from distflow.launch.run_folders.export_checkpoint import NOTE, identity, write_hf_models
+from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from tests.e2e.runs import Playground
 
 CHEAP = ("trust.check_rewards=false", "actor_rollout_ref.rollout.n=2", "trainer.save_freq=1", "trainer.keep_last=2")
@@ -57,3 +60,21 @@ def test_a_model_that_cannot_be_written_is_reported_and_the_run_goes_on(tmp_path
 def test_without_checkpoints_there_is_nothing_to_write(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="trainer.save_hf_model"):
         Playground(tmp_path).spec("grpo", EXPORTS, "trainer.total_training_steps=1")
+
+
+def test_an_export_that_was_killed_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill leaves the empty folder that the export was to replace."""
+    store = CheckpointStore(tmp_path / "checkpoints", 2)
+    for step in (1, 2):
+        writing = store.begin(step)
+        writing.write("run", {})
+        writing.commit(["run"])
+        (tmp_path / "huggingface" / f"step-{step:06d}").mkdir(parents=True)
+    (tmp_path / "huggingface" / "step-000001" / NOTE).write_text(
+        json.dumps({"checkpoint": identity(tmp_path / "checkpoints" / "step-000001")})
+    )
+    commands = list[list[str]]()
+    done = subprocess.CompletedProcess((), 0, "", "")
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: commands.append(command) or done)
+    write_hf_models(tmp_path, pytest.fail)
+    assert [Path(command[command.index("--to") + 1]).name for command in commands] == ["step-000002"]

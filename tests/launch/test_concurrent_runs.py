@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from distflow.config.compose.values import nested
+from distflow.config.compose.typed_values import nested
 from distflow.errors import UserError
 from distflow.launch.concurrent_runs import PlannedRun, plan_runs
 from tests.e2e.runs import Playground

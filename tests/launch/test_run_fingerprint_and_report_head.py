@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from distflow.config import load_config, preset_config
-from distflow.config.compose.yaml_settings import preset_names
+from distflow.config.compose.setting_origins import preset_names
 from distflow.launch.run_fingerprint_and_report_head import changes
 
 

@@ -10,7 +10,7 @@ import torch
 from distflow.cluster.process_groups import TorchCollective
 from distflow.config import load_config
 from distflow.data.batch import Batch
-from distflow.launch.select_pipeline import bound, select_pipeline
+from distflow.launch.select_pipeline import bind_graph, select_pipeline
 from distflow.runtime.compiled_node import NodeContext, compile_steps
 from distflow.training.engine import Collective, OneRank
 from tests.algorithms.toy_policy import toy_batch
@@ -56,7 +56,7 @@ def process(
     """The nodes of the pipeline that make advantages, several times over; the last batch, what they keep, and metrics
     of the last step."""
     config = load_config("rlvr", settings, complete=False).config
-    nodes = [node for node in bound(select_pipeline(config), config).nodes if node.node_id in PROCESSED]
+    nodes = [node for node in bind_graph(select_pipeline(config), config).nodes if node.node_id in PROCESSED]
     state: dict[str, Any] = {node.node_id: {} for node in nodes}
     for step in range(steps):
         done, metrics = batch, dict[str, float]()

@@ -7,8 +7,8 @@ import pytest
 
 from distflow.config import load_config
 from distflow.errors import UserError
+from distflow.launch.dry_run_of_user_code import try_users_code
 from distflow.launch.make_spec import make_spec
-from distflow.launch.trial_of_algorithms import try_users_code
 from distflow.pipelines.nodes.workflow_trial import REPLY
 from tests.e2e.runs import Playground
 

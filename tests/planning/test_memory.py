@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from distflow.config import load_config
-from distflow.launch.model_and_engine_factories import shares_weights
+from distflow.launch.engine_factories_from_config import shares_weights
 from distflow.launch.select_pipeline import bind
 from distflow.models import log_probs
 from distflow.planning import memory

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.config.compose.values import Mismatch
+from distflow.config.compose.typed_values import Mismatch
 from distflow.config.keys.reward import RewardPart, parse_functions
 from distflow.config.keys.schema import schema_keys
 from distflow.data.sample import Sample, Segment

@@ -19,7 +19,7 @@ from distflow.audit.every_step.step_invariants import Movement
 from distflow.cluster.process_groups import TorchCollective
 from distflow.config import load_config
 from distflow.errors import TrustError, UserError
-from distflow.launch.model_and_engine_factories import make_factories
+from distflow.launch.engine_factories_from_config import make_factories
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora, named_weights
 from distflow.models.sharding import DATA, TENSOR, Sharding, at_places, own_part, shard_model, square_sum, whole

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 
 from distflow import builtin_names as names
 from distflow.builtin_names import Entry
-from distflow.config.compose.values import Mismatch, can_convert, convert
+from distflow.config.compose.typed_values import Mismatch, can_convert, convert
 from distflow.errors import hint
 from distflow.graph.fields import find_field
 from distflow.graph.node_spec import NodeRole, Scope, node

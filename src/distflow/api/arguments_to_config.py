@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from distflow.config import Config, Loaded, flatten, pipeline_name
-from distflow.config.compose.yaml_settings import COMMAND_LINE, IN_PYTHON
+from distflow.config.compose.setting_origins import COMMAND_LINE, IN_PYTHON
 from distflow.config.derived_settings import ADV_ESTIMATOR, POLICY_LOSS, is_rl
 from distflow.config.keys.declare import dotted
 from distflow.config.keys.schema import schema_keys, with_values
@@ -78,8 +78,8 @@ def _text(value: Any, key: str) -> str:
         return "{" + ",".join(f"{name}:{_text(item, key)}" for name, item in escaped.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(_text(item, key) for item in value) + "]"
-    if callable(item := getattr(value, "item", None)):  # a scalar of numpy or torch
-        return _text(item(), key)
+    if callable(plain := getattr(value, "tolist", None)):  # numbers of numpy or torch
+        return _text(plain(), key)
     if hasattr(value, "save_pretrained"):
         what = f"{type(value).__name__}: save it to a folder with its save_pretrained, and name the folder"
         raise UserError(f"{key} is an object of {what}")

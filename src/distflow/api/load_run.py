@@ -157,7 +157,7 @@ class Run:
     def sql(self, query: str) -> Table:
         """The rows of one SELECT over the views of `distflow sql`, e.g. "select * from spans". Raises UserError as that
         does, and without DuckDB (`pip install 'distflow[ui]'`)."""
-        from distflow.launch.run_folders.query_runs import query_runs
+        from distflow.launch.run_folders.sql_over_runs import query_runs
 
         answer = query_runs([self.folder], query, max_rows=sys.maxsize - 1, max_s=_MAX_QUERY_S)
         return Table(answer.records())

@@ -170,21 +170,36 @@ class Rollouts:
         should_accept, workflow: replace those of `rollouts` for this group. Raises UserError for an unusable row, or if
         data.domains allocate the groups of every step.
         """
+        self._submit([row], should_accept, workflow)
+
+    def rollout_batch(
+        self,
+        rows: Sequence[Mapping[str, object]],
+        timeout: float | None = None,
+        *,
+        should_accept: ShouldAccept | None = None,
+        workflow: object = None,
+    ) -> "Batch":
+        """Submit rows, or none of them if one is unusable, and wait for their groups. should_accept, workflow: as in
+        `submit`. Raises what `submit` and `wait` raise."""
+        self._submit(rows, should_accept, workflow)
+        return self.wait(len(rows), timeout)
+
+    def _submit(
+        self, rows: Sequence[Mapping[str, object]], should_accept: ShouldAccept | None, workflow: object
+    ) -> None:
         from distflow.launch.data_sets import encode_row
 
         of_group = self._of_group(should_accept, workflow)
         self._refuse_domains("submit")
-        encoded = encode_row(row, self._num_submitted + 1, self.config, self._pipeline, self.tokenizer)
-        self._num_submitted += 1
-        self._entered.intake.offer(encoded, of_group)
-
-    def rollout_batch(
-        self, rows: Sequence[Mapping[str, object]], timeout: float | None = None, **of_groups: Any
-    ) -> "Batch":
-        """Submit rows and wait for their groups. of_groups: as in `submit`. Raises what `wait` raises."""
-        for row in rows:
-            self.submit(row, **of_groups)
-        return self.wait(len(rows), timeout)
+        numbers = range(self._num_submitted + 1, self._num_submitted + 1 + len(rows))
+        encoded = [
+            encode_row(row, number, self.config, self._pipeline, self.tokenizer)
+            for row, number in zip(rows, numbers, strict=True)
+        ]
+        self._num_submitted += len(rows)
+        for each in encoded:
+            self._entered.intake.offer(each, of_group)
 
     def wait(self, count: int, timeout: float | None = None) -> "Batch":
         """The next `count` finished groups, in the order in which they were submitted.
@@ -250,6 +265,7 @@ class Rollouts:
         another must be taken first so that no group gets too stale; TrustError if a check fails.
         """
         from distflow.data.batch import Batch
+        from distflow.runtime.sample_queue.protocol import metrics_of_parts
 
         running = self._entered
         owed = running.intake.standing().num_owed
@@ -267,10 +283,8 @@ class Rollouts:
         worker = running.worker
         names = set.intersection(*(set(part.batch.names) for part in self._parts))
         batches = [part.batch.only(name for name in part.batch.names if name in names) for part in self._parts]
-        measured: dict[str, float] = {}
-        for part in self._parts:
-            measured |= part.metrics
-        measured |= {**_mean(self._updates), **(metrics or {}), **worker.reward_metrics()}
+        measured = metrics_of_parts(self._parts)
+        measured |= {**_over_updates(self._updates), **(metrics or {}), **worker.reward_metrics()}
         recorded = worker.finish(Batch.concat(batches), measured)
         self._parts, self._updates, self._num_requests = [], [], 0
         return recorded
@@ -434,7 +448,15 @@ def _check_should_accept(should_accept: object) -> None:
         raise UserError("should_accept is an async function, which would never be awaited: use a synchronous one")
 
 
-def _mean(updates: list[dict[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for update in updates for name in update)
-    values = {name: [update[name] for update in updates if name in update] for name in names}
-    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
+def _over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
+    """One set of metrics from those of the updates of a step, as `distflow.train` records them."""
+    from distflow.pipelines.nodes.updates import COUNTED
+
+    found = dict[str, float]()
+    for name in dict.fromkeys(name for update in updates for name in update):
+        having = [update for update in updates if name in update]
+        stepped = [update for update in having if not update.get(f"{name.partition('/')[0]}/empty")] or having
+        is_count = name.rpartition("/")[2] in COUNTED
+        values = [update[name] for update in (having if is_count else stepped)]
+        found[name] = sum(values) / (1 if is_count else len(values))
+    return found

@@ -14,7 +14,7 @@ from distflow.api.arguments_to_config import Overrides, PythonInputs, Reward, Ro
 from distflow.api.load_run import Run
 from distflow.config import Config, ConfigError, Loaded, UserError, describe, load_config
 from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
-from distflow.config.compose.yaml_settings import base_preset
+from distflow.config.compose.setting_origins import base_preset
 from distflow.config.derived_settings import check_keys, launch_target, resume_override
 from distflow.data import global_random_states
 from distflow.errors import blaming, called_from_python, hint, nearest
@@ -54,8 +54,8 @@ def make_spec_of(inputs: PythonInputs, loaded: Loaded, *, has_data: bool = True)
     PipelineError."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's warning in a notebook without widgets
+        from distflow.launch.dry_run_of_user_code import try_users_code
         from distflow.launch.make_spec import make_spec
-        from distflow.launch.trial_of_algorithms import try_users_code
     _write(inputs, loaded.config)
     try:
         spec = make_spec(loaded, say)
@@ -101,15 +101,16 @@ def preset_and_lines(config: str | Path | Mapping[str, object], overrides: Overr
 
 @contextmanager
 def claimed_for_a_run(run_dir: Path) -> Iterator[None]:
-    """Restore process-wide state that a run sets: random generators, torch's thread count, the umask."""
+    """Restore process-wide state that a run sets: random generators, torch's threads and attention, the umask."""
     import torch
 
-    threads = torch.get_num_threads()
+    threads, by_cudnn = torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()
     try:
         with claimed(run_dir), global_random_states.lent():
             yield
     finally:
         torch.set_num_threads(threads)
+        torch.backends.cuda.enable_cudnn_sdp(by_cudnn)
 
 
 def say(line: str) -> None:

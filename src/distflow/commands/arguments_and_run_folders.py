@@ -3,10 +3,11 @@ torch is imported without garbage collection."""
 
 import argparse
 import gc
+import math
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,11 +40,20 @@ def add_run_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", nargs="?", metavar="RUN", help="the run's folder; default: the newest of runs/*/*")
 
 
-def at_least(minimum: int, text: str) -> int:
+def at_least(minimum: int, text: str, most: float = math.inf) -> int:
     """Parse an integer argument."""
-    if not text.isdecimal() or int(text) < minimum:
-        raise argparse.ArgumentTypeError(f"must be a whole number, {minimum} or more")
+    if not text.isdecimal() or not minimum <= int(text) <= most:
+        bounds = f", {minimum} or more" if most == math.inf else f" from {minimum} to {most:,}"
+        raise argparse.ArgumentTypeError(f"must be a whole number{bounds}, not '{text}'")
     return int(text)
+
+
+def a_time(text: str, may_be_zero: bool = True) -> float:
+    """Parse a length of time."""
+    with suppress(ValueError):
+        if math.isfinite(value := float(text)) and (value > 0 or value == 0 and may_be_zero):
+            return value
+    raise argparse.ArgumentTypeError(f"must be a number, {'0 or more' if may_be_zero else 'above 0'}, not '{text}'")
 
 
 def find_run(run_dir: str | None) -> Path:

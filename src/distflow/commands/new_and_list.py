@@ -13,6 +13,7 @@ from distflow.commands.arguments_and_run_folders import RUNS, importing
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import empty_folder
 from distflow.observe.sanitized_output import escape_control
+from distflow.observe.writing.run_folder import EARLIER
 
 CONFIG = Path(__file__).with_name("new_config.yaml")
 REWARD = '''\
@@ -25,6 +26,7 @@ def compute_score(solution_str, ground_truth):
     same = sum(a == b for a, b in zip(given, ground_truth))
     return {{"score": same / max(len(given), len(ground_truth)), "acc": given == ground_truth}}
 '''
+FILES = {"problems": "problems.jsonl", "validation": "validation.jsonl", "reward": "reward.py"}
 NUM_VALIDATION = 100
 
 
@@ -40,8 +42,11 @@ def run_new(arguments: argparse.Namespace) -> int:
     Random(0).shuffle(sums)
     for name, rows in (("problems", sums[NUM_VALIDATION:]), ("validation", sums[:NUM_VALIDATION])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = CONFIG.read_text("utf-8").format(folder=folder, name=json.dumps(folder.resolve().name))
-    (folder / "config.yaml").write_text(config)
+    files = {name: str(folder / file) for name, file in FILES.items()}
+    quoted = {
+        key: json.dumps(text, ensure_ascii=False) for key, text in {"name": folder.resolve().name, **files}.items()
+    }
+    (folder / "config.yaml").write_text(CONFIG.read_text("utf-8").format(folder=folder, **quoted), "utf-8")
     (folder / "reward.py").write_text(REWARD.format(folder=folder))
     name = escape_control(str(folder), one_line=True)
     print(f"{name}: config.yaml, reward.py, problems.jsonl, validation.jsonl")
@@ -69,7 +74,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 def _presets() -> Iterator[tuple[str, str]]:
     """Each preset with the first sentence of its head comment."""
-    from distflow.config.compose.yaml_settings import PRESETS, preset_names
+    from distflow.config.compose.setting_origins import PRESETS, preset_names
 
     for name in preset_names():
         lines = (PRESETS / f"{name}.yaml").read_text("utf-8").splitlines()
@@ -93,7 +98,9 @@ def _runs(folder: Path) -> Iterator[tuple[str, str]]:
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: name the folder that contains the runs")
     found = {
-        path.parent: path.lstat().st_mtime for path in folder.glob("**/events.jsonl") if "earlier" not in path.parts
+        path.parent: path.lstat().st_mtime
+        for path in folder.glob("**/events.jsonl")
+        if EARLIER not in path.relative_to(folder).parts
     }
     for run, written in sorted(found.items(), key=lambda each: -each[1]):
         try:

@@ -5,11 +5,11 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from math import isfinite
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distflow.commands.arguments_and_run_folders import add_preset_arguments
+from distflow.commands.arguments_and_run_folders import a_time, add_preset_arguments, at_least
 from distflow.errors import UserError, count_of
 from distflow.observe.crash_safe_files import write_atomically
 from distflow.observe.report.build import fill
@@ -18,12 +18,11 @@ from distflow.observe.report.graph_and_timelines import drawn_nodes
 if TYPE_CHECKING:
     from distflow.launch.plans.plan_before_run import RunPlanner, SimulatedRun
 
-_MOST_DEVICES = 8192
 _MOST_LISTED = 12
-_MOST_STEPS = 10_000
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    devices, steps = (partial(at_least, 1, most=most) for most in (8192, 10_000))
     add_preset_arguments(parser, default="", what="a preset's name, or a YAML file; with --from, that run's config")
     parser.add_argument("--from", dest="measured", metavar="RUN", help="a run whose times and lengths the plan uses")
     parser.add_argument(
@@ -34,7 +33,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="rollout+1, rollout-1, staleness+1, rewards*2, response/2, or key=value; may be repeated",
     )
     parser.add_argument("--device", metavar="NAME", help="h100, a100, cpu, ...; default: this machine's device")
-    parser.add_argument("--devices", type=_count, metavar="N", help="number of devices, 8 on each machine")
+    parser.add_argument("--devices", type=devices, metavar="N", help="number of devices, 8 on each machine")
     parser.add_argument(
         "--prompt-tokens", type=float, metavar="MEAN", help="mean prompt length; default: half of the maximum"
     )
@@ -44,37 +43,15 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", metavar="SPREAD", help="response lengths: lognormal:SIGMA, TOKENS:SHARE,..., or a file"
     )
-    parser.add_argument("--simulate", type=_steps, metavar="STEPS", help="simulate the first steps with the scheduler")
+    parser.add_argument("--simulate", type=steps, metavar="STEPS", help="simulate the first steps with the scheduler")
     for name, what in (("reward", "to score a group"), ("tool", "that the tools of a response take")):
-        parser.add_argument(f"--{name}-seconds", type=_seconds, default=0.0, metavar="MEAN", help=f"mean time {what}")
+        parser.add_argument(f"--{name}-seconds", type=a_time, default=0.0, metavar="MEAN", help=f"mean time {what}")
     parser.add_argument(
-        "--mtbf-hours", type=_seconds, default=0.0, metavar="MEAN", help="mean time between failures of a device"
+        "--mtbf-hours", type=a_time, default=0.0, metavar="MEAN", help="mean time between failures of a device"
     )
     parser.add_argument("--no-code", action="store_true", help="refuse a config that names Python code to import")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the time line and memory bars")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST_DEVICES:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of devices from 1 to {_MOST_DEVICES:,}")
-    return int(text)
-
-
-def _steps(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST_STEPS:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of steps from 1 to {_MOST_STEPS:,}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not (isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a mean time of 0 or more")
-    return value
 
 
 def run_plan(arguments: argparse.Namespace) -> int:

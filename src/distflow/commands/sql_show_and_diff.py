@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,7 +36,7 @@ from distflow.observe.sanitized_output import escape_control
 from distflow.untrusted_files import check_file
 
 if TYPE_CHECKING:
-    from distflow.launch.run_folders.query_runs import Answer
+    from distflow.launch.run_folders.sql_over_runs import Answer
     from distflow.observe.report.doctor_run_rules import RunRecords
 
 _MAX_CELL, _MAX_SHOWN = 60, 40
@@ -49,12 +50,12 @@ def add_sql_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON list of objects, whole texts included")
     form.add_argument("--csv", action="store_true", help="print CSV, whole texts included")
-    parser.add_argument("--rows", type=lambda text: at_least(1, text), default=10_000, help="maximum number of rows")
-    parser.add_argument("--seconds", type=lambda text: at_least(1, text), default=5, help="time limit in seconds")
+    parser.add_argument("--rows", type=partial(at_least, 1, most=10**9), default=10_000, help="maximum number of rows")
+    parser.add_argument("--seconds", type=partial(at_least, 1, most=10**6), default=5, help="time limit in seconds")
 
 
 def run_sql(arguments: argparse.Namespace) -> int:
-    from distflow.launch.run_folders.query_runs import query_runs
+    from distflow.launch.run_folders.sql_over_runs import query_runs
 
     runs = [find_run(run_dir) for run_dir in arguments.run_dirs]
     answer = query_runs(runs, arguments.query, arguments.rows, arguments.seconds)
@@ -110,7 +111,7 @@ def _cell(value: object) -> str:
 def add_show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", help="the run's folder")
     parser.add_argument("uid", metavar="UID", help="a sample's uid, such as 27570-2: group 27570, response 2")
-    parser.add_argument("--step", type=lambda text: at_least(0, text), help="default: the one that trained its group")
+    parser.add_argument("--step", type=partial(at_least, 0), help="default: the one that trained its group")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -285,7 +286,7 @@ def _first_response(a: "RunRecords", b: "RunRecords") -> str:
 
 def _token(a: "RunRecords", b: "RunRecords", step: int, uid: str) -> str:
     """The first token that differs, with its log-probs, if both runs saved the step's tokens."""
-    from distflow.launch.run_folders.query_runs import saved_tokens
+    from distflow.launch.run_folders.sql_over_runs import saved_tokens
 
     first, second = ([row for row in saved_tokens(run.run_dir, step) if row[1] == uid] for run in (a, b))
     differing = (pair for pair in zip(first, second, strict=False) if pair[0][3] != pair[1][3])

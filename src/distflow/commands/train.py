@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from distflow import __version__
 from distflow.commands.arguments_and_run_folders import add_preset_arguments, importing, rewards_ahead
-from distflow.config.compose.yaml_settings import preset_names
+from distflow.config.compose.setting_origins import preset_names
 from distflow.errors import UserError, hint
 from distflow.import_target import load
 from distflow.runtime.early_stop_and_signals import exit_status
@@ -87,8 +87,8 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
             stack.enter_context(claimed(loaded.config.trainer.run_dir))
         stack.enter_context(rewards_ahead(runs[0].config))
         with importing():
+            from distflow.launch.dry_run_of_user_code import try_users_code
             from distflow.launch.make_spec import make_spec
-            from distflow.launch.trial_of_algorithms import try_users_code
             from distflow.runtime.spec import LaunchOptions
 
             launch = cast("Launch", load(launch_target(runs[0].config)))

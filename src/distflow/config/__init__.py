@@ -9,7 +9,7 @@ from distflow.config.compose.load_config import (
     preset_config,
     with_changes,
 )
-from distflow.config.compose.yaml_settings import preset_names
+from distflow.config.compose.setting_origins import preset_names
 from distflow.config.derived_settings import RunLimits, pipeline_name
 from distflow.config.describe_config import describe, explain
 from distflow.config.keys.declare import key

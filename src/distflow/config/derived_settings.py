@@ -7,13 +7,13 @@ from math import ceil
 from typing import Literal
 
 from distflow.builtin_names import ESTIMATORS, LAUNCHERS, PIPELINES, SEVERAL_PROCESSES, BuiltinPipeline, Estimator
+from distflow.config.compose.setting_origins import pipeline_of_algorithm
 from distflow.config.compose.unknown_and_unused_keys import peek, suggest, with_group
-from distflow.config.compose.yaml_settings import pipeline_of_algorithm
 from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig, CriticConfig, OptimConfig, RefConfig
 from distflow.config.keys.algorithm import DIFFERING_LOSS, AlgorithmConfig
 from distflow.config.keys.dag import FIRST_POLICY
 from distflow.config.keys.declare import changed, walk
-from distflow.config.keys.reward import RewardPart, scoring_models
+from distflow.config.keys.reward import REWARD_MODEL, RewardPart, scoring_models
 from distflow.config.keys.schema import Config, schema_keys, with_values
 from distflow.config.rules import ACTOR
 from distflow.errors import UserError, allow_change_advice
@@ -178,6 +178,17 @@ def is_sharded(config: Config) -> bool:
     return config.actor_rollout_ref.actor.strategy == "fsdp"
 
 
+def model_of(config: Config, role: str) -> tuple[str, str | None]:
+    """The key that names a role's model, and its path."""
+    models = scoring_models(config.reward_model)
+    if role in models:
+        key = "reward_model.model.path" if role == REWARD_MODEL else f"reward_model.models.{role}.path"
+        return key, models[role].path
+    if role == "critic" and config.critic.model.path is not None:
+        return "critic.model.path", config.critic.model.path
+    return "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
+
+
 def offload_keys(config: Config) -> list[str]:
     """The enabled keys for offloading to host memory. Does not count as reading them."""
     settings, critic = peek(config).actor_rollout_ref, peek(config).critic
@@ -235,7 +246,7 @@ def run_steps(config: Config, room: RunLimits) -> int | None:
     trainer = config.trainer
     if trainer.total_training_steps is not None or room.rows is None:
         return trainer.total_training_steps
-    return ceil(trainer.total_epochs * room.rows / config.data.train_batch_size)
+    return -(-trainer.total_epochs * room.rows // config.data.train_batch_size)
 
 
 def mini_batch_sizes(config: Config) -> list[tuple[str, int]]:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config, RunLimits
 from distflow.config.compose.unknown_and_unused_keys import peek
-from distflow.config.derived_settings import reads_pairs
+from distflow.config.derived_settings import model_of, reads_pairs
 from distflow.config.keys.reward import REWARD_MODEL, scoring_models
 from distflow.errors import UserError, blaming, hint
 from distflow.graph import BoundPipeline
@@ -122,11 +122,9 @@ def _without_weights(source: Source) -> PreTrainedModel:
 
 def source_of(config: Config, role: str) -> tuple[str, Source]:
     """The model of a role, with the key that names it."""
-    if role == "critic" and config.critic.model.path is not None:
-        return "critic.model.path", critic_source(config)
     if role in scoring_models(config.reward_model):
         return scoring_source(config, role)
-    return "actor_rollout_ref.model.path", policy_source(config)
+    return model_of(config, role)[0], critic_source(config) if role == "critic" else policy_source(config)
 
 
 def prediction(config: Config, pipeline: BoundPipeline, plan: Plan, rows: int) -> dict[str, Any]:
@@ -134,7 +132,7 @@ def prediction(config: Config, pipeline: BoundPipeline, plan: Plan, rows: int) -
     this process has no such device. rows: of the training data. Raises UserError for a run that cannot calibrate it."""
     device = choose_device(config).type
     measured = measured_run(named) if (named := config.trainer.plan_from) else None
-    if device not in ("cpu", accelerator()):
+    if device not in ("cpu", accelerator()) or not pipeline.engines:
         return {}
     config, named_by = peek(config), getattr(torch.get_device_module(), "get_device_name", str)  # backends may lack it
     try:
@@ -178,10 +176,9 @@ def critic_source(config: Config) -> Source:
 
 def scoring_source(config: Config, name: str) -> tuple[str, Source]:
     """The source of a reward model or a judge, with the key that names it."""
-    key = "reward_model.model.path" if name == REWARD_MODEL else f"reward_model.models.{name}.path"
-    model = scoring_models(config.reward_model)[name]
+    (key, path), judges = model_of(config, name), scoring_models(config.reward_model)[name].judge
     own: SourceOptions = {"gguf_file": None, "revision": None, "init": "pretrained", "trust_remote_code": False}
-    return key, {**_source(config, model.path), **own, "scores": not model.judge}
+    return key, {**_source(config, path), **own, "scores": not judges}
 
 
 def check_engines(config: Config, engines: Collection[str]) -> None:

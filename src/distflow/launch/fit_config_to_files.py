@@ -1,15 +1,18 @@
 """Reads a config and its files, fits the config to them, and rejects keys that nothing reads."""
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config, Loaded, RunLimits, fit_to, flatten, with_changes
 from distflow.config.compose.load_config import is_verls, with_named
+from distflow.config.compose.setting_origins import is_preset
 from distflow.config.compose.unknown_and_unused_keys import peek, watch
-from distflow.config.compose.yaml_settings import is_preset
 from distflow.config.derived_settings import CUSTOM, is_sharded, pipeline_name
+from distflow.config.migration.tables import expand
 from distflow.data.encoded_prompts import PromptSet
 from distflow.data.rows_on_demand import reads_by_row
 from distflow.errors import MissingColumn, UserError
@@ -32,24 +35,8 @@ from distflow.launch.user_code_trust import check_importable
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.scheduling.data_plan import UNKNOWN_ROWS, WINDOW
 
-_WAITS = "with async.max_staleness=0 the training thread generates, and no response is running when weights change"
-_ONE_PART = "the pipeline is one part, which has all devices: they are divided among several parts, or configs"
-_NO_VALIDATION = "there is no validation data: set data.val_files"
-_GREEDY = "actor_rollout_ref.rollout.val_kwargs.greedy=false switches it on"
-_REASONS = {
-    **{f"dag.{name}": _ONE_PART for name in ("apportion_strategy", "consider_node_cohesion", "consider_node_load")},
-    **{f"actor_rollout_ref.rollout.{name}": _WAITS for name in ("kv_on_update", "num_threads")},
-    "actor_rollout_ref.rollout.free_cache_engine": "engines cannot free anything if async.max_staleness is above 0, "
-    "or if trainer.allocation has workers that only generate",
-    "actor_rollout_ref.actor.weight_update_mode": "every worker that generates also trains, so weights stay in its "
-    "process; trainer.allocation can add workers that only generate",
-    "actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use_kl_loss=true switches it on",
-    "algorithm.kl_ctrl.kl_coef": "algorithm.use_kl_in_reward=true switches it on",
-    **{f"actor_rollout_ref.rollout.val_kwargs.{name}": _GREEDY for name in ("temperature", "top_k", "top_p")},
-    "custom_reward_function.path": "custom_reward_function.path=null drops it where a file sets it",
-    **{f"trainer.{name}": _NO_VALIDATION for name in ("test_freq", "test_freq_epochs", "test_freq_secs")},
-    "actor_rollout_ref.actor.clip_ratio": "it holds if clip_ratio_low or clip_ratio_high is null, in a loss that clips",
-}
+_TABLE = tomllib.loads(Path(__file__).with_name("why_keys_are_not_read.toml").read_text("utf-8"))
+_REASONS = {key: why for keys, why in _TABLE.items() for key in expand(keys)}
 # Coefficients of loss terms that a pipeline may omit: 0 is the same as omitting it.
 _COEFFICIENTS = ("algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.actor.kl_loss_coef")
 

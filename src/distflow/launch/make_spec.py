@@ -10,13 +10,13 @@ from distflow.data.sources import forget_rows
 from distflow.graph import BoundPipeline
 from distflow.launch.data_sets import LazyRows, num_rows_of
 from distflow.launch.device_and_threads import follow_machines
+from distflow.launch.dry_run_of_user_code import try_algorithms
 from distflow.launch.fit_config_to_files import Data, fitted_to_files, follow_pipeline, read_config
 from distflow.launch.run_fingerprint_and_report_head import description, facts
 from distflow.launch.run_folders.export_checkpoint import with_models_of_runs
 from distflow.launch.select_pipeline import rebuild
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
 from distflow.launch.startup_messages import startup_lines
-from distflow.launch.trial_of_algorithms import try_algorithms
 from distflow.launch.user_code_trust import check_pickles, named_code
 from distflow.observe.writing.run_folder import claimed
 from distflow.observe.writing.timing import lasting

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from distflow.builtin_names import CURRICULA, CUSTOM_REWARD, REWARDS
 from distflow.config import Config, Loaded, describe
 from distflow.config.compose.load_config import build
-from distflow.config.compose.yaml_settings import PRESETS, preset_names
+from distflow.config.compose.setting_origins import PRESETS, preset_names
 from distflow.config.derived_settings import (
     code_of_workflow,
     config_of_policy,

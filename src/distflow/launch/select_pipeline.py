@@ -12,8 +12,9 @@ from typing import cast
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.builtin_names import PIPELINES
 from distflow.config import Config, Loaded, with_changes
-from distflow.config.compose.fit_defaults_to_data import Change, NamedKey, is_free
+from distflow.config.compose.fit_defaults_to_data import NamedKey, is_free
 from distflow.config.derived_settings import CUSTOM, WORKFLOW, pipeline_name, policies_of, policy_of
+from distflow.config.rules.sizes import Change
 from distflow.data.encoded_prompts import PROMPT_FIELDS
 from distflow.errors import MissingColumn, UserError, blaming, hint
 from distflow.graph import (
@@ -28,14 +29,7 @@ from distflow.graph import (
     pipeline_from_config,
 )
 from distflow.graph.graph_node import Node
-from distflow.import_target import (
-    innermost,
-    is_ours,
-    load_function,
-    load_modules,
-    required_parameters,
-    users_code,
-)
+from distflow.import_target import innermost, is_ours, load_function, load_modules, required_parameters, users_code
 from distflow.launch.device_and_threads import make_process_ready
 from distflow.pipelines.nodes.log_probs import score_policy
 from distflow.pipelines.nodes.objectives_from_config import may_derive_old
@@ -84,7 +78,7 @@ def _whole_graph(config: Config) -> TaskGraph:
     return _custom(own, config) if isinstance(own, str) else pipeline_from_config("yaml_pipeline", own)
 
 
-def bound(graph: TaskGraph, config: Config) -> BoundPipeline:
+def bind_graph(graph: TaskGraph, config: Config) -> BoundPipeline:
     """The pipeline with the config's options and the columns of data sets. Raises PipelineError, which names the
     standard node that would write a missing column."""
     try:
@@ -172,7 +166,7 @@ def _call_pipeline_function(make_graph: Callable[..., object], config: Config) -
 
 def bind(config: Config) -> BoundPipeline:
     """The pipeline of a config, bound to it and to the columns of data sets. Raises PipelineError."""
-    return bound(select_pipeline(config), config)
+    return bind_graph(select_pipeline(config), config)
 
 
 def without_reference(loaded: Loaded, bind: Callable[[Config], object] = bind) -> Sequence[Change]:
@@ -204,7 +198,7 @@ def for_own_loop(spec: Spec, submissions: Submissions) -> Spec:
     before = tuple(node.node_id for node in rebuild(spec.config).rollout_nodes)
     graph = select_pipeline(spec.config).copy()
     graph.add_node(Node("should_accept", accept, before, writes=(), scope="group", plane="rollout", validates=False))
-    pipeline = bound(graph, spec.config)
+    pipeline = bind_graph(graph, spec.config)
     return replace(spec, rows=WithSubmitted(spec.rows, submissions), pipeline=lambda: pipeline)
 
 

@@ -21,7 +21,7 @@ from distflow.import_target import is_ours
 from distflow.launch.configured_models import check_layouts, model_sizes, prediction
 from distflow.launch.data_sets import data_plan, own_setting
 from distflow.launch.device_and_threads import check_cores, choose_device, refuse_offload_here
-from distflow.launch.model_and_engine_factories import compute_dtype, engine_dtype, make_factories, shares_weights
+from distflow.launch.engine_factories_from_config import compute_dtype, engine_dtype, make_factories, shares_weights
 from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.pipelines.nodes.objectives_from_config import is_anchored, loss_terms
 from distflow.planning.make_plan import plan_devices

@@ -7,7 +7,7 @@ import pytest
 
 from distflow.config import Config, ConfigError, Loaded, RunLimits, fit_to, flatten, load_config, to_yaml
 from distflow.config.compose.fit_defaults_to_data import fit
-from distflow.config.compose.yaml_settings import COMMAND_LINE, preset_names
+from distflow.config.compose.setting_origins import COMMAND_LINE, preset_names
 from distflow.config.keys.schema import with_values
 from distflow.config.rules.check_config import find_problems, find_size_problems
 

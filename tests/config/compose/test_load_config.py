@@ -31,6 +31,20 @@ def problems_of(*arguments):
     return caught.value.problems
 
 
+def test_a_base_in_a_folder_below_has_its_keys_in_a_group_of_that_name(write):
+    Path("sub").mkdir()
+    write("trainer: {seed: 5}\n", "sub/base.yaml")
+    (problem,) = problems_of(write("defaults: [sub/base, _self_]\n" + BASE))
+    assert problem.places == (("sub.trainer", "sub/base.yaml:1"),)
+
+
+def test_the_folder_of_a_run_may_be_in_ones_home(write, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    for given, run_dir in (("~/runs/x", "/home/somebody/runs/x"), ("~nobody-at-all/x", "~nobody-at-all/x"), ("x", "x")):
+        config = load_config("grpo", [f"trainer.default_local_dir={given}"], complete=False).config
+        assert config.trainer.run_dir == Path(run_dir)
+
+
 def test_later_layers_win_and_each_key_knows_who_set_it(write):
     file = write("defaults: [dapo, _self_]\n" + BASE + "algorithm:\n  gamma: 0.9\n  lam: 0.8\n")
     loaded = load_config(file, ["algorithm.lam=0.7"])

@@ -17,9 +17,9 @@ from distflow.commands.migration.python_scripts import name_rewards
 from distflow.commands.migration.read_files import read_foreign
 from distflow.commands.migration.yaml_and_shell import ForeignSettings, Unread
 from distflow.config.compose.load_config import Loaded, load_config, preset_config, with_changes
+from distflow.config.compose.setting_origins import COMMAND_LINE, preset_names
+from distflow.config.compose.typed_values import nested
 from distflow.config.compose.unknown_and_unused_keys import is_known
-from distflow.config.compose.values import nested
-from distflow.config.compose.yaml_settings import COMMAND_LINE, preset_names
 from distflow.config.derived_settings import train_files
 from distflow.config.keys.schema import flatten, schema_keys
 from distflow.config.migration import tables

@@ -4,12 +4,7 @@ import ast
 import re
 from collections.abc import Mapping
 
-from distflow.commands.migration.script_evaluation import (
-    NOT_GIVEN,
-    Object,
-    Rows,
-    Script,
-)
+from distflow.commands.migration.script_evaluation import NOT_GIVEN, Object, Rows, Script
 from distflow.commands.migration.yaml_and_shell import ForeignSettings, Unread
 from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError

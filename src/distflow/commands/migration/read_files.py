@@ -15,8 +15,8 @@ from distflow.commands.migration.yaml_and_shell import (
     method_of,
     read_options,
 )
-from distflow.config.compose.values import nested
-from distflow.config.compose.yaml_settings import preset_names
+from distflow.config.compose.setting_origins import preset_names
+from distflow.config.compose.typed_values import nested
 from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError, missing_path
 from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file

@@ -15,16 +15,7 @@ from distflow.commands.migration.yaml_and_shell import Unread, calculate
 
 _TYPES: dict[str, type] = {"int": int, "float": float, "str": str}
 _OF_TEXTS = (
-    "split",
-    "rsplit",
-    "replace",
-    "lower",
-    "upper",
-    "strip",
-    "lstrip",
-    "rstrip",
-    "removeprefix",
-    "removesuffix",
+    *("split", "rsplit", "replace", "lower", "upper", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix"),
 )
 _TESTS: dict[type[ast.cmpop], Callable[[Any, Any], object]] = {
     ast.Eq: operator.eq,

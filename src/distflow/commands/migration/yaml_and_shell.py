@@ -16,9 +16,9 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from distflow.config.compose.composition import check_interpolations
+from distflow.config.compose.hydra_composition import check_interpolations
+from distflow.config.compose.setting_origins import settings_of_value
 from distflow.config.compose.unknown_and_unused_keys import is_known
-from distflow.config.compose.yaml_settings import settings_of_value
 from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError
 

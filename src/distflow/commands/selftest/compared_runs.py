@@ -26,9 +26,9 @@ from distflow.commands.selftest.runs import (
 )
 from distflow.config import Config
 from distflow.errors import RayNotStarted
-from distflow.launch import doctor_device_checks
 from distflow.launch.device_and_threads import accelerator
-from distflow.launch.doctor_device_checks import EXACT, FAILED, OK, Check, Finding, Result, Subject, try_check
+from distflow.launch.without_run import device_checks
+from distflow.launch.without_run.device_checks import EXACT, FAILED, OK, Check, Finding, Result, Subject, try_check
 
 TOLERANCE = 5e-6
 """For sums in another order: the reference loop, which may have run on another processor, and several workers. Across
@@ -166,7 +166,7 @@ _STEPS: Final = 2
 
 def check_all(config: Config, folder: Path) -> Iterator[Finding]:
     """Yields each finding once made; only the first if there is no device to check. folder: an empty one."""
-    found = doctor_device_checks.find_device(config.trainer.device)
+    found = device_checks.find_device(config.trainer.device)
     yield found
     kind = accelerator()
     if found.outcome == OK and kind is not None:
@@ -190,7 +190,7 @@ def _grpo(subject: Subject) -> Result:
 
 
 CHECKS: Final = {
-    **doctor_device_checks.CHECKS,
+    **device_checks.CHECKS,
     "collectives": Check(
         lambda subject: (OK, check_collectives(subject.device.type, subject.folder)),
         "train on one device until they work; NCCL_DEBUG=INFO says more",

@@ -10,6 +10,7 @@ from pathlib import Path
 from distflow.builtin_names import HUB_DATA, MODELS
 from distflow.config import derived_settings
 from distflow.config.keys.schema import Config
+from distflow.config.rules import MODEL
 from distflow.config.rules.check_config import where
 from distflow.errors import Problem, count_of, missing_path, nearest
 from distflow.hub_id_or_local_path import WEIGHT_PATTERNS, model_fault
@@ -20,24 +21,15 @@ DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 _FUNCTION_IN_FILE = re.compile(r".*\.py:[A-Za-z_][\w.]*")
 _FUNCTION_IN_MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
-_MODEL = "actor_rollout_ref.model"
 _TRAIN = "data.train_files"
 _MAX_INDEX_BYTES = 64 * 2**20
 _DOMAINS = re.compile(r"data\.domains\.[\w.-]+(?=\.)")
 NEEDED_TO_EVALUATE = frozenset(
-    {
-        "data.val_files",
-        "data.reward",
-        f"{_MODEL}.path",
-        f"{_MODEL}.tokenizer_path",
-        "critic.model.path",
-        "reward_model.model.path",
-        "reward_model.models",
-        "custom_reward_function.path",
-        "reward.functions",
-        "dag.pipeline",
-        derived_settings.WORKFLOW,
-    }
+    (
+        *("data.val_files", "data.reward", "reward.functions", "custom_reward_function.path"),
+        *(f"{MODEL}.path", f"{MODEL}.tokenizer_path", "critic.model.path"),
+        *("reward_model.model.path", "reward_model.models", "dag.pipeline", derived_settings.WORKFLOW),
+    )
 )
 _CHOSEN = ("data.curriculum.function", "algorithm.filter_groups.should_accept")
 NEEDED_TO_TRAIN = NEEDED_TO_EVALUATE | {_TRAIN, *_CHOSEN, derived_settings.POLICY_LOSS, derived_settings.ADV_ESTIMATOR}
@@ -46,9 +38,12 @@ NEEDED_TO_TRAIN = NEEDED_TO_EVALUATE | {_TRAIN, *_CHOSEN, derived_settings.POLIC
 
 def find_missing(config: Config, origins: Mapping[str, str], needed: Collection[str]) -> Iterator[Problem]:
     for key, path, fault in _named(config):
-        if _DOMAINS.sub("data", key) in needed and (found := fault(path)):
-            what, advice = found
-            yield Problem(((f"{key} = '{path}'", where(key, origins)),), what, advice)
+        try:
+            found = fault(path) if _DOMAINS.sub("data", key) in needed else None
+        except (OSError, RuntimeError) as error:  # in a folder of somebody else's, too long, or of an unknown ~user
+            found = f"cannot be read: {getattr(error, 'strerror', None) or error}", "check the path"
+        if found:
+            yield Problem(((f"{key} = '{path}'", where(key, origins)),), *found)
 
 
 Fault = Callable[[str], tuple[str, str] | None]
@@ -58,14 +53,14 @@ Fault = Callable[[str], tuple[str, str] | None]
 def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
     """Every path with its key and its check."""
     model = config.actor_rollout_ref.model
-    models = [(f"{_MODEL}.path", model.path), (f"{_MODEL}.tokenizer_path", model.tokenizer_path)]
+    models = [(f"{MODEL}.path", model.path), (f"{MODEL}.tokenizer_path", model.tokenizer_path)]
     if derived_settings.may_have_critic(config):
         models.append(("critic.model.path", config.critic.model.path))
     models.append(("reward_model.model.path", config.reward_model.model.path))
     models += [("reward_model.models", model.path) for model in config.reward_model.models.values()]
     yield from ((key, path, model_fault) for key, path in models if path)
     if model.path and model.init != "random":
-        yield f"{_MODEL}.path", model.path, _weights_fault
+        yield f"{MODEL}.path", model.path, _weights_fault
     for key, files in (derived_settings.val_files(config) | derived_settings.train_files(config)).items():
         yield from ((key, file, data_fault) for file in files if file.strip())
     custom = config.custom_reward_function
@@ -112,13 +107,13 @@ def _weights_fault(text: str) -> tuple[str, str] | None:
         folder = Path(text).expanduser()
         files = [file for pattern in WEIGHT_PATTERNS for file in sorted(folder.glob(pattern))]
         if not files and (folder / "config.json").is_file() and not [*folder.glob("*.gguf")]:
-            return f"it has no weights ({', '.join(WEIGHT_PATTERNS)})", f"complete it, or set {_MODEL}.init=random"
+            return f"it has no weights ({', '.join(WEIGHT_PATTERNS)})", f"complete it, or set {MODEL}.init=random"
         if lacking := [name for name in _shards(folder) if not (folder / name).is_file()]:
             return f"it lacks {count_of(len(lacking), 'file')} of weights, {lacking[0]}", "download or copy it again"
         return next(filter(None, map(pointer_fault, files)), None)
     if name not in MODELS:
         return f"there is no built-in model '{name}'", f"there are: {', '.join(MODELS)}"
-    return "a built-in model has no weights", f"set {_MODEL}.init=random for new ones by trainer.seed"
+    return "a built-in model has no weights", f"set {MODEL}.init=random for new ones by trainer.seed"
 
 
 def _shards(folder: Path) -> list[str]:

@@ -9,10 +9,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from distflow.config.compose.check_paths import find_missing
-from distflow.config.compose.fit_defaults_to_data import Change, Fitted, NamedKey, apply_changes, fit, is_free
-from distflow.config.compose.unknown_and_unused_keys import is_known, judge_settings, look_up, parents
-from distflow.config.compose.values import Mismatch, nested, parse_value
-from distflow.config.compose.yaml_settings import (
+from distflow.config.compose.fit_defaults_to_data import Fitted, NamedKey, apply_changes, fit, is_free
+from distflow.config.compose.setting_origins import (
     COMMAND_LINE,
     IN_PYTHON,
     Setting,
@@ -21,29 +19,27 @@ from distflow.config.compose.yaml_settings import (
     overriding_defaults,
     settings_of_value,
 )
+from distflow.config.compose.typed_values import Mismatch, nested, parse_value
+from distflow.config.compose.unknown_and_unused_keys import is_known, judge_settings, look_up, parents
 from distflow.config.derived_settings import CUSTOM, RunLimits, is_rl, may_have_critic, pipeline_name
 from distflow.config.extension_kinds import find_unregistered
 from distflow.config.keys.schema import Config, flatten, group_names, schema_keys, show_value, with_values
 from distflow.config.migration.tables import NOT_GIVEN, as_override, find_names
-from distflow.config.rules.check_config import find_problems, find_size_problems, where
+from distflow.config.rules import ACTOR, MODEL, ROLLOUT
+from distflow.config.rules.check_config import find_problems, find_size_problems, where, within_bounds
+from distflow.config.rules.sizes import Change
 from distflow.errors import ConfigError, Problem, UserError, hint, joined
 from distflow.import_target import LoadError, load_modules
 
 if TYPE_CHECKING:
-    from distflow.config.compose.composition import Composition
+    from distflow.config.compose.hydra_composition import Composition
 
 # Keys that do not change the training: memory limits, names of the run, other spellings of a value.
 _WITHOUT_EFFECT = (
-    "trainer.project_name",
-    "trainer.experiment_name",
-    "algorithm.allow_group_of_one",
-    "actor_rollout_ref.model.enable_gradient_checkpointing",
-    "actor_rollout_ref.actor.clip_ratio_low",
-    "actor_rollout_ref.actor.clip_ratio_high",
-    "actor_rollout_ref.rollout.max_num_seqs",
-    "actor_rollout_ref.rollout.free_cache_engine",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-    "critic.ppo_max_token_len_per_gpu",
+    *("trainer.project_name", "trainer.experiment_name", "algorithm.allow_group_of_one"),
+    *(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high", f"{MODEL}.enable_gradient_checkpointing"),
+    *(f"{ROLLOUT}.max_num_seqs", f"{ROLLOUT}.free_cache_engine"),
+    *(f"{ACTOR}.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"),
 )
 
 
@@ -91,18 +87,18 @@ def load_config(
     """
     try:
         # Importing Hydra takes longer than everything else here.
-        from distflow.config.compose import composition
+        from distflow.config.compose import hydra_composition
 
-        source = composition.find_source(preset_or_file)
-        composed = composition.compose_values(source, overrides, _plain_defaults(), is_known)
-        if (unnamed := composition.find_base(source, composed, base)) is not None:
-            composed = composition.compose_values(source, overrides, _plain_defaults(), is_known, unnamed)
+        source = hydra_composition.find_source(preset_or_file)
+        composed = hydra_composition.compose_values(source, overrides, _plain_defaults(), is_known)
+        if (unnamed := hydra_composition.find_base(source, composed, base)) is not None:
+            composed = hydra_composition.compose_values(source, overrides, _plain_defaults(), is_known, unnamed)
         import_problems: list[Problem] = []
         registered = composed.failure is None and _register_user_groups(
             composed.values, composed.settings, import_problems, trust_code
         )
         if registered:
-            composed = composition.compose_values(source, overrides, _plain_defaults(), is_known, unnamed)
+            composed = hydra_composition.compose_values(source, overrides, _plain_defaults(), is_known, unnamed)
         renamed = _rename(composed)
         misused, accepted = judge_settings(composed.settings, composed.values)
         problems = [*composed.problems, *import_problems, *misused]
@@ -127,9 +123,10 @@ def load_config(
             raise
         problems = [Problem(((part.file, "a file of the package"),), str(part)) for part in unregistered]
         raise ConfigError([*error.problems, *problems]) from error
-    except RecursionError as error:
-        place = ((f"'{preset_or_file}'", COMMAND_LINE),)
-        raise ConfigError([Problem(place, "its keys, or those of an override, are nested too deeply")]) from error
+    except (RecursionError, OSError) as error:  # of this file: those of files that keys name are problems of the keys
+        what = "its keys, or those of an override, are nested too deeply"
+        what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else what
+        raise ConfigError([Problem(((f"'{preset_or_file}'", COMMAND_LINE),), what)]) from error
 
 
 def _overridden(settings: Sequence[Setting], file: str) -> Iterator[str]:
@@ -293,6 +290,8 @@ def _finish(
     problems = [*problems, *unreadable]
     fitted: list[Fitted] = []
     if judge:
+        config, wrong, out_of_bounds = within_bounds(config, origins)
+        problems, faulty = [*problems, *wrong], faulty | out_of_bounds
         config, fitted = fit(config, origins, RunLimits())
         # Nodes of a custom pipeline may name data, and are only known when it is built.
         problems += find_problems(config, origins, faulty, complete and pipeline_name(config) != CUSTOM)

@@ -10,7 +10,7 @@ from difflib import SequenceMatcher
 from functools import cache
 from typing import TypeVar, cast
 
-from distflow.config.compose.yaml_settings import Setting
+from distflow.config.compose.setting_origins import Setting
 from distflow.config.keys.declare import dotted, is_group, walk, yaml_name
 from distflow.config.keys.schema import Config, schema_keys
 from distflow.config.migration.tables import (

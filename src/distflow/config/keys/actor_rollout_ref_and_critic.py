@@ -18,7 +18,7 @@ from distflow.builtin_names import (
     WEIGHT_UPDATE_MODES,
     not_there_yet,
 )
-from distflow.config.compose.values import Mismatch, parse_differing
+from distflow.config.compose.typed_values import Mismatch, parse_differing
 from distflow.config.keys.declare import collect, group, key, plain_settings
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.builtin_names import ESTIMATORS, KL_TYPES, NO_FULL_KL, ROLLOUT_RS
-from distflow.config.compose.values import (
+from distflow.config.compose.typed_values import (
     Differing,
     Mismatch,
     convert,
@@ -52,7 +52,7 @@ def _parse_bound(entry: object) -> Bounds:
     )
     try:
         numbers = [float(part) for part in parts if not isinstance(part, bool)]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         numbers = []
     if len(numbers) != len(parts) or len(numbers) not in (1, 2) or not all(map(math.isfinite, numbers)):
         advice = "write an upper bound such as 0.1, or [0.5, 2.0] for a band"

@@ -5,7 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distflow.builtin_names import PIPELINES
-from distflow.config.compose.values import Differing, Mismatch, did_you_mean, parse_differing, plain_differing, show
+from distflow.config.compose.typed_values import (
+    Differing,
+    Mismatch,
+    did_you_mean,
+    parse_differing,
+    plain_differing,
+    show,
+)
 from distflow.config.keys.actor_rollout_ref_and_critic import ActorRolloutRefConfig
 from distflow.config.keys.declare import collect, key
 

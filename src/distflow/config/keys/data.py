@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from distflow.config.compose.values import Mismatch, parse_band, parse_differing, parse_share_band
+from distflow.config.compose.typed_values import Mismatch, parse_band, parse_differing, parse_share_band
 from distflow.config.keys.algorithm import DIFFERING, DIFFERING_LOSS
 from distflow.config.keys.declare import collect, group, key, plain_settings
 from distflow.config.keys.reward import JUDGED_BY_DOMAIN, RewardPart, parse_parts, plain_parts

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from distflow.builtin_names import REWARDS
-from distflow.config.compose.values import Differing, Mismatch, convert, parse_differing, plain_differing, show
+from distflow.config.compose.typed_values import Differing, Mismatch, convert, parse_differing, plain_differing, show
 from distflow.config.keys.actor_rollout_ref_and_critic import RefFsdpConfig
 from distflow.config.keys.declare import collect, group, key, plain_settings
 

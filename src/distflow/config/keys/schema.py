@@ -1,13 +1,15 @@
 """The whole config, with groups that users register: as flat keys, as YAML, and compared with another."""
 
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import yaml
 
-from distflow.config.compose.values import can_convert, nested, show
+from distflow.config.compose.typed_values import can_convert, nested, show
 from distflow.config.keys.actor_rollout_ref_and_critic import ActorRolloutRefConfig, CriticConfig
 from distflow.config.keys.algorithm import AlgorithmConfig, EmbodiedSamplingConfig
 from distflow.config.keys.dag import DagConfig
@@ -117,25 +119,7 @@ def _check_group_class(name: str, config_class: type) -> None:
             )
 
 
-_RESUMABLE = {
-    "trainer": (
-        *("total_epochs", "total_training_steps", "stop_when", "save_hf_model", "logger", "webhook", "resume_mode"),
-        *(f"{what}_freq{unit}" for what in ("save", "test") for unit in ("", "_epochs", "_secs")),
-        *("project_name", "experiment_name", "default_local_dir"),
-        *("launcher", "nnodes", "n_gpus_per_node", "allocation", "devices", "plan_from"),
-        *("worker_cpus", "worker_memory_mb", "worker_env", "worker_roles"),
-        *("device", "max_held_mb", "peers_timeout_s", "max_restarts"),
-        *(f"slurm.{name}" for name in ("partition", "account", "time", "cpus_per_node", "args")),
-    ),
-    "data": ("train_files", "val_files"),
-    "cost": ("gpu_hour",),
-    "actor_rollout_ref": ("model.path", "model.tokenizer_path", "actor.strategy", "actor.weight_update_mode"),
-    "critic": ("model.path",),
-    "custom_reward_function": ("path", "name"),
-    "dag": ("policies",),
-    "profiler": ("enable", "steps"),
-    "reward": ("num_actors", "actor_cpus", "timeout_s", "max_error_rate"),
-}
+_RESUMABLE = tomllib.loads(Path(__file__).with_name("resumable.toml").read_text("utf-8"))
 RESUMABLE = frozenset(f"{group}.{name}" for group, names in _RESUMABLE.items() for name in names)
 """Keys that may change when a run is resumed. Data are compared by fingerprint, not by path (`changed_keys` ignores the
 files of domains too), actor_rollout_ref has the settings that dag.policies gives a run's own policy, and changed code

@@ -1,13 +1,14 @@
 """Keys of `trainer`, `trust`, `profiler`, `async` and `cost`."""
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from operator import ge, gt, le, lt
 from pathlib import Path
 
 from distflow.builtin_names import LAUNCHERS, TRACKERS, not_there_yet
-from distflow.config.compose.values import Differing, Mismatch, parse_differing, show
+from distflow.config.compose.typed_values import Differing, Mismatch, parse_differing, show
 from distflow.config.keys.declare import collect, group, key
 
 _COMPARE = {">=": ge, "<=": le, ">": gt, "<": lt}
@@ -157,7 +158,8 @@ class TrainerConfig:
     @property
     def run_dir(self) -> Path:
         """The folder of the run."""
-        return Path(self.default_local_dir or Path("runs", self.project_name, self.experiment_name))
+        chosen = os.path.expanduser(self.default_local_dir or "")
+        return Path(chosen or Path("runs", self.project_name, self.experiment_name))
 
 
 @dataclass(frozen=True)

@@ -330,13 +330,8 @@ def parts_of_rewards(config: Config) -> Iterator[Finding]:
 
 
 NORMALIZATION_RULES = (
-    scaling,
-    normalisations,
-    running_moments,
-    one_normalisation,
-    parts_of_rewards,
-    rewards_of_turns,
-    rewards_of_agents,
+    *(scaling, normalisations, running_moments, one_normalisation),
+    *(parts_of_rewards, rewards_of_turns, rewards_of_agents),
 )
 RULES = (
     *NORMALIZATION_RULES,

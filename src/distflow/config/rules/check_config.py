@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from distflow.config.compose.values import check_bounds, show
+from distflow.config.compose.typed_values import check_bounds, show
 from distflow.config.derived_settings import RunLimits
-from distflow.config.keys.schema import Config, flatten, schema_keys
+from distflow.config.keys.schema import Config, flatten, schema_keys, with_values
 from distflow.config.rules import (
     Finding,
     algorithm,
@@ -12,10 +12,10 @@ from distflow.config.rules import (
     domains,
     models_and_engines,
     pipeline_and_estimator,
-    run_and_sizes,
+    run,
     unused_options,
 )
-from distflow.config.rules.run_and_sizes import SIZE_RULES
+from distflow.config.rules.sizes import SIZE_RULES
 from distflow.errors import ConfigError, Problem
 
 RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
@@ -25,7 +25,7 @@ RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     *models_and_engines.RULES,
     *algorithm.RULES,
     *domains.ALGORITHM_RULES,
-    *run_and_sizes.RULES,
+    *run.RULES,
     *unused_options.RULES,
 )
 
@@ -36,21 +36,28 @@ def check(config: Config) -> None:
         raise ConfigError(problems)
 
 
+def within_bounds(config: Config, origins: Mapping[str, str]) -> tuple[Config, list[Problem], set[str]]:
+    """The config with defaults in place of values out of bounds, on which no rule can compute; the problems of these
+    values, and their keys."""
+    values, keys, problems = flatten(config), schema_keys(), list[Problem]()
+    defaults = dict[str, object]()
+    for name, info in keys.items():
+        for mismatch in check_bounds(values[name], info):
+            problems.append(Problem(((name, where(name, origins)),), mismatch.what, mismatch.advice))
+            defaults[name] = info.default
+    return with_values(config, defaults) if defaults else config, problems, {*defaults}
+
+
 def find_problems(config: Config, origins: Mapping[str, str], faulty: set[str], complete: bool = True) -> list[Problem]:
     """Problems of the values.
 
     origins: where keys were set. faulty: keys whose value could not be read; no rule judges their defaults.
     complete: whether missing required keys are problems too.
     """
-    problems = []
-    values = flatten(config)
-    faulty = set(faulty)
-    for name, info in schema_keys().items():
-        for mismatch in check_bounds(values[name], info):
-            problems.append(Problem(((name, where(name, origins)),), mismatch.what, mismatch.advice))
-            faulty.add(name)
+    config, problems, out_of_bounds = within_bounds(config, origins)
+    values, faulty = flatten(config), faulty | out_of_bounds
     findings = [finding for rule in RULES for finding in rule(config)]
-    findings += [finding for rule in SIZE_RULES for finding in rule(config, RunLimits())]
+    findings += [misfit.finding for rule in SIZE_RULES for misfit in rule(config, RunLimits())]
     for finding in findings:
         if finding.missing and not complete:
             continue
@@ -61,7 +68,7 @@ def find_problems(config: Config, origins: Mapping[str, str], faulty: set[str], 
 
 def find_size_problems(config: Config, origins: Mapping[str, str], room: RunLimits) -> list[Problem]:
     values = flatten(config)
-    return [_problem(finding, values, origins) for rule in SIZE_RULES for finding in rule(config, room)]
+    return [_problem(misfit.finding, values, origins) for rule in SIZE_RULES for misfit in rule(config, room)]
 
 
 def where(key: str, origins: Mapping[str, str]) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from distflow.builtin_names import CURRICULA, POLICY_LOSSES
-from distflow.config.compose.values import did_you_mean
+from distflow.config.compose.typed_values import did_you_mean
 from distflow.config.derived_settings import (
     CUSTOM,
     chooses_by_tags,
@@ -163,13 +163,8 @@ def used(config: Config) -> Iterator[Finding]:
 
 
 _RULES_OF_DOMAINS = (
-    *(
-        pipeline_and_estimator.group_of_one,
-        pipeline_and_estimator.known_names,
-        algorithm.kl_control,
-        algorithm.clip_ratios,
-    ),
-    *(*algorithm.NORMALIZATION_RULES, *unused_options.RULES),
+    *(pipeline_and_estimator.group_of_one, pipeline_and_estimator.known_names),
+    *(algorithm.kl_control, algorithm.clip_ratios, *algorithm.NORMALIZATION_RULES, *unused_options.RULES),
 )
 
 

@@ -1,8 +1,8 @@
 """Rules of models and engines: where weights come from, how they are trained and sampled, on which devices."""
 
+import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from distflow.builtin_names import MODELS, ROLLOUT_ENGINES
@@ -44,8 +44,8 @@ def model_source(config: Config) -> Iterator[Finding]:
 def remote_code(config: Config) -> Iterator[Finding]:
     """A model's code runs only if it is pinned."""
     model = config.actor_rollout_ref.model
-    path = Path(model.path or "").expanduser()  # an absolute one is a folder, of this machine or of another
-    if not model.trust_remote_code or not model.path or path.is_dir() or path.is_absolute():
+    path = os.path.expanduser(model.path or "")  # an absolute one is a folder, of this machine or of another
+    if not model.trust_remote_code or not model.path or os.path.isdir(path) or os.path.isabs(path):
         return
     if model.path.startswith("builtin:") or (model.revision is not None and _COMMIT.fullmatch(model.revision)):
         return
@@ -296,16 +296,6 @@ def sharding(config: Config) -> Iterator[Finding]:
 
 
 RULES = (
-    model_source,
-    remote_code,
-    lora,
-    optimizers,
-    sampling,
-    weight_sync,
-    rollout_server,
-    tensor_parallel_rollout,
-    sampling_of_server,
-    action_heads,
-    sharding,
-    no_secrets,
+    *(model_source, remote_code, lora, optimizers, sampling, weight_sync, rollout_server, tensor_parallel_rollout),
+    *(sampling_of_server, action_heads, sharding, no_secrets),
 )

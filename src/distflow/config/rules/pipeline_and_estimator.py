@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from distflow.builtin_names import ESTIMATORS, PIPELINES, POLICY_LOSSES, REGISTERED, REWARDS, ROLLOUT_ENGINES
-from distflow.config.compose.values import did_you_mean
-from distflow.config.compose.yaml_settings import preset_names
+from distflow.config.compose.setting_origins import preset_names
+from distflow.config.compose.typed_values import did_you_mean
 from distflow.config.derived_settings import (
     CUSTOM,
     algorithms,
@@ -188,13 +188,6 @@ def _is_reference(text: str) -> bool:
 
 
 RULES = (
-    named_pipeline,
-    pipeline_and_workflow,
-    pipeline_and_estimator,
-    group_of_one,
-    workflow_and_estimator,
-    known_names,
-    critic_warmup,
-    known_policy,
-    agents_and_policies,
+    *(named_pipeline, pipeline_and_workflow, pipeline_and_estimator, group_of_one, workflow_and_estimator, known_names),
+    *(critic_warmup, known_policy, agents_and_policies),
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from distflow.config import Config, Loaded, RunLimits, fit_to, load_config, with_changes
 from distflow.config.compose.fit_defaults_to_data import is_free
-from distflow.config.derived_settings import CUSTOM, pipeline_name, train_files
+from distflow.config.derived_settings import CUSTOM, model_of, pipeline_name
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import with_values
 from distflow.data.sources import BUILTIN_FOLDER, read_file
@@ -170,7 +170,7 @@ class RunPlanner:
             from distflow.launch.data_sets import data_plan
         steps = steps or simulated_steps(run.config)
         config = with_values(run.config, {"trainer.total_training_steps": steps})
-        rows, domains = self._limits.rows or _MANY_ROWS, run.config.data.domains
+        rows, domains = self._limits.rows or _MANY_ROWS, [n for n, own in run.config.data.domains.items() if own.weight]
         plan = data_plan(config, dict.fromkeys(domains, max(1, rows // len(domains))) if domains else {"": rows})
         setup = setup_of(run, plan)
         draws: dict[str, Any] = {
@@ -269,15 +269,11 @@ def bind_unloaded(config: Config) -> BoundPipeline:
 
 def shapes_of(config: Config, pipeline: BoundPipeline) -> dict[str, ModelShape]:
     """The shape of each role's model; raises UserError with the key of a model without a config."""
-    policy = "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
-    paths = dict.fromkeys(pipeline.engines, policy)
-    if config.critic.model.path:
-        paths["critic"] = "critic.model.path", config.critic.model.path
-    for name, model in scoring_models(config.reward_model).items():
-        paths[name] = f"reward_model.models.{name}.path", model.path
+    if not pipeline.engines:
+        raise UserError(f"no node of the pipeline '{pipeline.graph_id}' uses a model: there is nothing to plan")
     found = {}
     for role in sorted(pipeline.engines):
-        key, path = paths[role]
+        key, path = model_of(config, role)
         if path is None:
             raise UserError(f"{key} is not set: a plan needs a model, e.g. {key}=qwen2.5-7b")
         with blaming(key):
@@ -288,15 +284,17 @@ def shapes_of(config: Config, pipeline: BoundPipeline) -> dict[str, ModelShape]:
 
 def num_rows(config: Config) -> int | None:
     """Rows to train on, before any are left out; None if counting them takes long."""
-    total = 0
-    for name in (file for files in train_files(config).values() for file in files):
-        builtin = (
-            sorted(BUILTIN_FOLDER.glob(f"{name.removeprefix('builtin:')}.*")) if name.startswith("builtin:") else []
-        )
-        file = builtin[0] if builtin else Path(name).expanduser()
-        if not file.is_file() or file.stat().st_size > _MOST_ROWS_BYTES:
-            return None
-        total += sum(1 for _ in read_file(file, "data.train_files"))
+    total, domains = 0, [domain for domain in config.data.domains.values() if domain.weight]
+    sources: list[Any] = [config.data, *domains]
+    for source in sources:
+        rows, most = 0, source.train_max_samples
+        for name in source.train_files:
+            builtin = BUILTIN_FOLDER.glob(f"{name.removeprefix('builtin:')}.*") if name.startswith("builtin:") else ()
+            file = next(iter(sorted(builtin)), Path(name).expanduser())
+            if not file.is_file() or file.stat().st_size > _MOST_ROWS_BYTES:
+                return None
+            rows += sum(1 for _ in read_file(file, "data.train_files"))
+        total += rows if most < 0 else min(rows, most)
     return total or None
 
 

@@ -115,7 +115,7 @@ def write_hf_models(run_dir: Path, warn: Say) -> None:
         if is_ours and read_object(left / NOTE).get("checkpoint") != wanted.get(left.name, ""):
             shutil.rmtree(left, ignore_errors=True)
     for path in checkpoints:
-        if (folder / path.name).exists():
+        if (folder / path.name / NOTE).exists():  # a folder without it was left empty by a kill
             continue
         command = ["-m", "distflow", "export", str(path), "--to", str(folder / path.name), "--trust-code"]
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -20,7 +20,7 @@ from distflow.errors import UserError, count_of
 from distflow.graph.fields import Axis
 from distflow.import_target import load_modules
 from distflow.launch.configured_models import copy_weights
-from distflow.launch.model_and_engine_factories import make_factories
+from distflow.launch.engine_factories_from_config import make_factories
 from distflow.launch.user_code_trust import algorithm_code, model_code, only_if_trusted, without_model_code
 from distflow.observe.crash_safe_files import read_object
 from distflow.pipelines.nodes.objectives_from_config import policy_objective, value_objective

@@ -33,7 +33,8 @@ register_field(
 )
 
 _READS = ("prompt_ids", "response_ids", "?forks")
-_COUNTED = {"skipped", "empty"}
+COUNTED = {"skipped", "empty"}
+"""Metrics of an update of which a step has the sum; of others it has the mean."""
 
 
 @node_factory
@@ -231,5 +232,5 @@ def _over(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for update in [update for update in updates if not update.get("empty")] or updates:
         for metric, value in update.items():
             rows[metric].append(value)
-    totals = {metric: sum(update.get(metric, 0.0) for update in updates) for metric in rows.keys() & _COUNTED}
+    totals = {metric: sum(update.get(metric, 0.0) for update in updates) for metric in rows.keys() & COUNTED}
     return {metric: sum(values) / len(values) for metric, values in rows.items()} | totals

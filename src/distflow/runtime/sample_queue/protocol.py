@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar, overload
 from distflow.data.batch import Batch
 from distflow.data.encoded_prompts import PromptRow
 from distflow.errors import UserError
-from distflow.observe.metrics import Measured
+from distflow.observe.metrics import Measured, combine
 from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime.run_errors_and_limits import Failure
 from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy
@@ -89,6 +89,11 @@ class TrainingStep(Generic[T]):
     times: dict[str, float] = field(default_factory=dict)
     loads: tuple[int, ...] = ()
     queued: Queued = field(default_factory=dict)
+
+
+def metrics_of_parts(parts: Sequence[TrainingStep[T]]) -> dict[str, float]:
+    """The metrics of the groups of a step that was taken in parts."""
+    return combine([(dict(part.metrics), len(part.group_ids)) for part in parts])
 
 
 @dataclass(frozen=True)

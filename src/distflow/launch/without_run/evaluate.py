@@ -2,18 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from distflow.audit.every_step.engine_weights_canary import make_canary
 from distflow.audit.record_calls_and_updates import GroupRecords
 from distflow.errors import UserError
 from distflow.observe.writing.timing import Waits, lasting
+from distflow.planning.plan import plan_local
 from distflow.rewards.reward_results import VALIDATION
 from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.resources import build_resources
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_services import RolloutServices
 from distflow.runtime.run_errors_and_limits import warn_of_errors
-from distflow.runtime.spec import Spec
+from distflow.runtime.spec import Factory, Spec
 from distflow.runtime.step_metrics import SampleRows
 from distflow.runtime.validation import Validator, validation_loss
 from distflow.runtime.weight_sync.receiver import WeightReceiver
@@ -40,9 +42,10 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
     """
     if not spec.validation:
         raise UserError("there is no evaluation data: set data.val_files")
-    rank, pipeline = spec.plan.ranks[0], spec.pipeline()
-    own_device(rank.device)  # a worker's device, if the config is for a cluster
-    resources = build_resources(spec.factories, rank, say=say)
+    pipeline, device = spec.pipeline(), spec.plan.ranks[0].device
+    own_device(device)  # a worker's device, if the config is for a cluster
+    (rank,) = plan_local(pipeline, device).ranks  # wherever the run has its parts, and with whole models
+    resources = build_resources({name: _unsharded(make) for name, make in spec.factories.items()}, rank, say=say)
     actor = resources.actor
     assert actor is not None, "a pipeline trains something"
     if resources.rollout is None:
@@ -66,3 +69,7 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
         results = session.call(validator.run(0))
         warn_of_errors(rollout_loop.call_counts.take(VALIDATION), say)
     return Evaluation(results.metrics(), results.rows, results.num_prompts())
+
+
+def _unsharded(make: Factory) -> Factory:
+    return partial(make, spread=None) if isinstance(make, partial) and "spread" in make.keywords else make

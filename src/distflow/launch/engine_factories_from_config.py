@@ -24,7 +24,8 @@ from distflow.config.derived_settings import (
 from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError, blaming
 from distflow.import_target import load
-from distflow.launch import build_engines, configured_models
+from distflow.launch import build_engines_on_worker as on_worker
+from distflow.launch import configured_models
 from distflow.launch.device_and_threads import choose_device, choose_dtype, threads_of
 from distflow.models.cpu_kernels import build as native
 from distflow.planning.memory import shares_storage
@@ -47,19 +48,19 @@ def make_factories(
     without a configured model."""
     factories: dict[str, Factory] = {
         "policy": partial(
-            build_engines.build_policy,
+            on_worker.build_policy,
             source=configured_models.policy_source(config),
             adapt=configured_models.policy_adapter(config),
             spread=_spread(config, "actor"),
         ),
-        "tokenizer": partial(build_engines.build_tokenizer, load=configured_models.tokenizer_loader(config)),
-        "stop_token_ids": build_engines.build_stop_token_ids,
+        "tokenizer": partial(on_worker.build_tokenizer, load=configured_models.tokenizer_loader(config)),
+        "stop_token_ids": on_worker.build_stop_token_ids,
     }
     if "actor" in engines:
-        factories["actor"] = partial(build_engines.build_actor, trainer=_trainer(config, "actor", steps))
+        factories["actor"] = partial(on_worker.build_actor, trainer=_trainer(config, "actor", steps))
     if "critic" in engines:
         factories["critic"] = partial(
-            build_engines.build_critic,
+            on_worker.build_critic,
             source=configured_models.critic_source(config),
             spread=_spread(config, "critic"),
             trainer=_trainer(config, "critic", steps),
@@ -70,10 +71,10 @@ def make_factories(
             config, settings.ref.log_prob_max_token_len_per_gpu or settings.actor.ppo_max_token_len_per_gpu
         )
         if settings.model.lora_rank:
-            factories["ref"] = partial(build_engines.build_adapted_reference, options=options)
+            factories["ref"] = partial(on_worker.build_adapted_reference, options=options)
         else:
             source, spread = configured_models.policy_source(config), _spread(config, "ref")
-            factories["ref"] = partial(build_engines.build_reference, source=source, spread=spread, options=options)
+            factories["ref"] = partial(on_worker.build_reference, source=source, spread=spread, options=options)
     factories |= _scoring_factories(config, engines)
     if "rollout" in engines:
         factories["rollout"] = _rollout_factory(config)
@@ -87,7 +88,7 @@ def make_factories(
             {name: response_limit(config, name) for name in config.data.domains},
             Overlong(config.reward.overlong.buffer_tokens, config.reward.overlong.factor),
         )
-        factories["reward_fn"] = partial(build_engines.build_reward_router, make=router)
+        factories["reward_fn"] = partial(on_worker.build_reward_router, make=router)
     return factories
 
 
@@ -98,20 +99,20 @@ def _policy_factories(
     owner, every = policies_of_agents(config), [*dict.fromkeys((*trained, *policies_of_agents(config).values()))]
     sources = {name: configured_models.policy_source(config_of_policy(config, name)) for name in every}
     own = {name: sources.pop(name) for name in trained}
-    factories: dict[str, Factory] = {"policy": partial(build_engines.build_policies, sources=own)}
+    factories: dict[str, Factory] = {"policy": partial(on_worker.build_policies, sources=own)}
     if "actor" in engines:
         trainers = {name: _trainer(config_of_policy(config, name), "actor", steps) for name in trained}
         engine = "distflow.training.multi_policy_engine:PolicyTrainer"
         trainers = {name: trainer._replace(engine=engine) for name, trainer in trainers.items()}
-        factories["actor"] = partial(build_engines.build_policy_trainers, trainers=trainers, policies=owner)
+        factories["actor"] = partial(on_worker.build_policy_trainers, trainers=trainers, policies=owner)
     if "ref" in engines:
         options = cast("partial[object]", single["ref"]).keywords["options"]
-        make = build_engines.build_policy_references
+        make = on_worker.build_policy_references
         factories["ref"] = partial(make, sources=own, policies=owner, options=options)
     if "rollout" in engines:
         of_one = cast("partial[object]", single["rollout"]).keywords
         taken = {name: of_one[name] for name in ("engine", "dtype", "shares", "options")}
-        factories["rollout"] = partial(build_engines.build_policy_rollouts, frozen=sources, **taken)
+        factories["rollout"] = partial(on_worker.build_policy_rollouts, frozen=sources, **taken)
     return factories
 
 
@@ -126,17 +127,17 @@ def _scoring_factories(config: Config, engines: Collection[str]) -> dict[str, Fa
                 template = judge_template(model.template)
             target, options = _engine_options(config)
             dtype, replies = compute_dtype(config), ReplyStore(model.store, "", model.max_calls, model.max_tokens)
-            spread = build_engines.Spread(dtype, model.param_offload) if model.sharded else None
-            parts = build_engines.JudgeParts(
+            spread = on_worker.Spread(dtype, model.param_offload) if model.sharded else None
+            parts = on_worker.JudgeParts(
                 target, dtype, options, spread, template, model.answer_tokens, replies, model.choices
             )
-            factories[name] = partial(build_engines.build_judge, key=key, source=source, parts=parts)
+            factories[name] = partial(on_worker.build_judge, key=key, source=source, parts=parts)
         else:
             scorer = _scorer_options(config, config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)
-            spread = build_engines.Spread(compute_dtype(config), model.param_offload) if is_sharded(config) else None
+            spread = on_worker.Spread(compute_dtype(config), model.param_offload) if is_sharded(config) else None
             scorer["temperatures"], scorer["agent_temperatures"] = {}, {}
             factories[name] = partial(
-                build_engines.build_reward_model, key=key, source=source, spread=spread, options=scorer
+                on_worker.build_reward_model, key=key, source=source, spread=spread, options=scorer
             )
     return factories
 
@@ -171,7 +172,7 @@ def shares_weights(config: Config) -> bool:
     return shares_storage(config, choose_dtype(config))
 
 
-def _trainer(config: Config, role: Literal["actor", "critic"], steps: int) -> build_engines.Trainer:
+def _trainer(config: Config, role: Literal["actor", "critic"], steps: int) -> on_worker.Trainer:
     settings = config.actor_rollout_ref
     trained = config.critic if role == "critic" else settings.actor
     optim, updates = trained.optim, optimizer_steps(config, role, steps)
@@ -183,7 +184,7 @@ def _trainer(config: Config, role: Literal["actor", "critic"], steps: int) -> bu
         warm_up |= {"min_lr_ratio": optim.min_lr_ratio}
     merging = {} if role == "critic" or not settings.model.lora_rank else {"merge_adapter": settings.model.lora_merge}
     max_tokens = trained.ppo_max_token_len_per_gpu or settings.actor.ppo_max_token_len_per_gpu
-    return build_engines.Trainer(
+    return on_worker.Trainer(
         TRAIN_ENGINES[settings.actor.strategy].target,
         partial(make_optimizer, optim.optimizer, lr=optim.lr, weight_decay=optim.weight_decay, **moments),
         partial(make_schedule, optim.scheduler, total_steps=max(updates, 1), **warm_up),
@@ -207,15 +208,15 @@ def _scorer_options(config: Config, max_tokens: int | None) -> ScorerOptions:
     }
 
 
-def _spread(config: Config, role: Literal["actor", "critic", "ref"]) -> build_engines.Spread | None:
+def _spread(config: Config, role: Literal["actor", "critic", "ref"]) -> on_worker.Spread | None:
     """The sharding; None if every rank has the whole model."""
     if not is_sharded(config):
         return None
     settings = config.actor_rollout_ref
     if role == "ref":
-        return build_engines.Spread(compute_dtype(config), settings.ref.fsdp_config.param_offload)
+        return on_worker.Spread(compute_dtype(config), settings.ref.fsdp_config.param_offload)
     trained = config.critic.fsdp_config if role == "critic" else settings.actor.fsdp_config
-    return build_engines.Spread(compute_dtype(config), trained.offload_policy)
+    return on_worker.Spread(compute_dtype(config), trained.offload_policy)
 
 
 def _rollout_factory(config: Config) -> Factory:
@@ -237,19 +238,19 @@ def _rollout_factory(config: Config) -> Factory:
                 "start the servers yourself and name them in actor_rollout_ref.rollout.url"
             )
         return partial(
-            build_engines.build_rollout_of_server,
+            on_worker.build_rollout_of_server,
             engine=target,
             empty=partial(
-                build_engines.empty_policy,
+                on_worker.empty_policy,
                 source,
                 None if config.actor_rollout_ref.model.lora_merge else configured_models.policy_adapter(config),
                 dtype,
             ),
             options=options,
-            servers=build_engines.OwnServers(num_servers, config.trainer.run_dir / ".meeting-server-"),
+            servers=on_worker.OwnServers(num_servers, config.trainer.run_dir / ".meeting-server-"),
         )
     return partial(
-        build_engines.build_rollout,
+        on_worker.build_rollout,
         engine=target,
         dtype=dtype,
         source=source if config.actor_rollout_ref.model.lora_rank or is_sharded(config) else None,
@@ -258,7 +259,7 @@ def _rollout_factory(config: Config) -> Factory:
     )
 
 
-def _engine_options(config: Config) -> tuple[str, build_engines.Options]:
+def _engine_options(config: Config) -> tuple[str, on_worker.Options]:
     """The engine's class, whose keyword-only parameters are the keys of `rollout` that it takes, and their values. Keys
     that only matter if generation and training run at once are only read then."""
     settings, target = config.actor_rollout_ref.rollout, ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].target

@@ -56,11 +56,15 @@ def pipeline_of_algorithm(workflow_type: object, estimator: object) -> str | Non
 
 def overriding_defaults(path: Path) -> list[str]:
     """The names after `_self_` in the `defaults` of a YAML file, which override its own keys."""
-    root = read_node(path, [])
+    names = _names_in_defaults(read_node(path, []))
+    return names[names.index("_self_") + 1 :] if "_self_" in names else []
+
+
+def _names_in_defaults(root: yaml.Node | None) -> list[str]:
     pairs = root.value if isinstance(root, yaml.MappingNode) else []
     chosen = next((value for name, value in pairs if name.value == "defaults"), None)
-    names = [str(entry.value) for entry in chosen.value] if isinstance(chosen, yaml.SequenceNode) else []
-    return names[names.index("_self_") + 1 :] if "_self_" in names else []
+    entries = chosen.value if isinstance(chosen, yaml.SequenceNode) else [] if chosen is None else [chosen]
+    return [entry.value if isinstance(entry, yaml.ScalarNode) else "" for entry in entries]
 
 
 def only_own_files(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
@@ -68,10 +72,7 @@ def only_own_files(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
     root = read_node(path, [])
     if path in seen or not isinstance(root, yaml.MappingNode):
         return False  # reading the file reports the reason
-    chosen = next((value for name, value in root.value if name.value == "defaults"), None)
-    entries = chosen.value if isinstance(chosen, yaml.SequenceNode) else [chosen] if chosen is not None else []
-    names = [entry.value for entry in entries if entry.value != "_self_"]
-    files = [path.with_name(f"{name}.yaml") for name in names]
+    files = [path.parent / f"{name}.yaml" for name in _names_in_defaults(root) if name != "_self_"]
     return all(file.is_file() and only_own_files(file, seen | {path}) for file in files)
 
 

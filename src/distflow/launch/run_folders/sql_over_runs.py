@@ -52,27 +52,14 @@ _TOKEN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advant
 
 _KINDS = {"text": "VARCHAR", "number": "DOUBLE", "whole": "BIGINT", "json": "JSON"}
 
+_TABLES = tomllib.loads(Path(__file__).with_name("sql_views_and_questions.toml").read_text("utf-8"))
+_OF_SAMPLES = ", ".join(f"{name} {_KINDS[kind]}" for name, (kind, _) in COLUMNS.items())
 VIEWS: dict[str, str] = {
-    "metrics": "run VARCHAR, step BIGINT, kind VARCHAR, key VARCHAR, value DOUBLE, t DOUBLE, restart BIGINT",
-    "samples": f"run VARCHAR, {', '.join(f'{name} {_KINDS[kind]}' for name, (kind, _) in COLUMNS.items())}",
-    "tokens": "run VARCHAR, step BIGINT, uid VARCHAR, position BIGINT, token BIGINT, is_trained BOOLEAN, "
-    + ", ".join(f"{name.removesuffix('s')} DOUBLE" for name in _TOKEN_COLUMNS)
-    + ", text VARCHAR, owner VARCHAR",
-    "spans": "run VARCHAR, actor VARCHAR, t0 DOUBLE, t1 DOUBLE, kind VARCHAR, what VARCHAR, step BIGINT, "
-    "group_id BIGINT, version BIGINT, waits_for VARCHAR, restart BIGINT",
-    "invoice": "run VARCHAR, step BIGINT, device BIGINT, kind VARCHAR, cause VARCHAR, seconds DOUBLE",
-    "groups": "run VARCHAR, group_id BIGINT, state VARCHAR, step BIGINT, epoch BIGINT, data_row BIGINT, "
-    "domain VARCHAR, version BIGINT, tokens BIGINT, attempts BIGINT, worker VARCHAR, started DOUBLE, "
-    "completed DOUBLE, ended DOUBLE, reason VARCHAR",
-    "versions": "run VARCHAR, step BIGINT, weights BIGINT, t DOUBLE, restart BIGINT",
-    "findings": "run VARCHAR, rule VARCHAR, level VARCHAR, step BIGINT, last_step BIGINT, message VARCHAR, "
-    "action VARCHAR",
-    "config": "run VARCHAR, key VARCHAR, value VARCHAR, source VARCHAR",
+    name: ", ".join(columns).replace("%samples", _OF_SAMPLES) for name, columns in _TABLES["views"].items()
 }
 """The views and their columns."""
 
-_QUESTIONS = tomllib.loads(Path(__file__).with_name("questions.toml").read_text("utf-8"))
-QUESTIONS = {word: (str(question), str(select)) for word, (question, select) in _QUESTIONS.items()}
+QUESTIONS = {word: (str(question), str(select)) for word, (question, select) in _TABLES["questions"].items()}
 """What is asked most often, by a word that may stand in place of a SELECT."""
 
 _SAMPLES = """create or replace view samples as select f.run, f.step, f.split, {columns}

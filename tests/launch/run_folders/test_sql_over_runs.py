@@ -13,7 +13,7 @@ import torch
 from distflow.cli import COMMANDS, main
 from distflow.data.batch import Batch
 from distflow.errors import UserError
-from distflow.launch.run_folders.query_runs import QUESTIONS, VIEWS, query_runs
+from distflow.launch.run_folders.sql_over_runs import QUESTIONS, VIEWS, query_runs
 from distflow.observe.sample_files import COLUMNS
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.runtime.run_reporter import keep_groups

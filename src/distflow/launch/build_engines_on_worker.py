@@ -298,12 +298,7 @@ def empty_policy(source: Source, adapt: Adapt | None, dtype: torch.dtype) -> nn.
 
 
 def build_rollout_of_server(
-    get: Get,
-    device: torch.device,
-    engine: str,
-    empty: Callable[[], nn.Module],
-    options: Options,
-    servers: OwnServers,
+    get: Get, device: torch.device, engine: str, empty: Callable[[], nn.Module], options: Options, servers: OwnServers
 ) -> RolloutEngine:
     """The weights are in the servers, not here. empty: makes the model without them. servers: if none are given by
     address."""

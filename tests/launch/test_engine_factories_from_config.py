@@ -10,8 +10,8 @@ from torch import nn
 
 from distflow.config import Config, load_config
 from distflow.errors import UserError
-from distflow.launch.build_engines import Spread
-from distflow.launch.model_and_engine_factories import engine_dtype, make_factories
+from distflow.launch.build_engines_on_worker import Spread
+from distflow.launch.engine_factories_from_config import engine_dtype, make_factories
 from distflow.models.cpu_kernels import build as native
 from distflow.planning.plan import RankPlan
 from distflow.rollout.embedded.engine import EmbeddedEngine

@@ -27,8 +27,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError
 
-from distflow.config.compose import yaml_settings
-from distflow.config.compose.values import did_you_mean
+from distflow.config.compose import setting_origins
+from distflow.config.compose.typed_values import did_you_mean
 from distflow.config.keys.schema import schema_keys
 from distflow.errors import ConfigError, Problem, nearest
 
@@ -48,7 +48,7 @@ class Composition:
     """
 
     values: dict[str, object] = field(default_factory=dict)
-    settings: list[yaml_settings.Setting] = field(default_factory=list)
+    settings: list[setting_origins.Setting] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     refused: set[str] = field(default_factory=set)
@@ -57,12 +57,12 @@ class Composition:
 
 def find_source(preset_or_file: str) -> Path:
     """The YAML file of a preset or a path. Raises ConfigError with the nearest preset."""
-    if preset_or_file in yaml_settings.preset_names():
-        return yaml_settings.PRESETS / f"{preset_or_file}.yaml"
+    if preset_or_file in setting_origins.preset_names():
+        return setting_origins.PRESETS / f"{preset_or_file}.yaml"
     path = Path(preset_or_file).expanduser()
     if path.is_file() and path.suffix == ".yaml":
         return path.resolve()
-    names = ", ".join(yaml_settings.preset_names())
+    names = ", ".join(setting_origins.preset_names())
     if "=" in preset_or_file:
         what, advice = "is no preset", f"name one first, or a .yaml file; the presets are {names}"
     elif path.suffix == ".yml" and path.is_file():
@@ -81,9 +81,9 @@ def find_source(preset_or_file: str) -> Path:
         meant = f"did you mean {run}? " if run.is_file() else meant
         what, advice = "there is no such file", f"{meant}check its path, or use a preset: {names}"
     else:
-        meant = did_you_mean(preset_or_file, yaml_settings.preset_names())
+        meant = did_you_mean(preset_or_file, setting_origins.preset_names())
         what, advice = "is neither a preset nor a file", f"{meant}the presets are {names}"
-    raise ConfigError([Problem(((f"'{preset_or_file}'", yaml_settings.COMMAND_LINE),), what, advice)])
+    raise ConfigError([Problem(((f"'{preset_or_file}'", setting_origins.COMMAND_LINE),), what, advice)])
 
 
 def compose_values(
@@ -102,13 +102,13 @@ def compose_values(
     result = Composition()
     parsed = _read_overrides(overrides, result)
     unreadable: list[Problem] = []
-    yaml_settings.read_settings(source, "", unreadable)
+    setting_origins.read_settings(source, "", unreadable)
     if unreadable:
         raise ConfigError([*result.problems, *unreadable])
     with _hydra(source, base) as files:
         chosen = _choose_files(source, files, result)
         for path, package in _paths(source, chosen):
-            result.settings += yaml_settings.read_settings(path, package, unreadable)
+            result.settings += setting_origins.read_settings(path, package, unreadable)
         if result.failure:
             return result
         _check_deletions(parsed, result)
@@ -135,7 +135,7 @@ def compose_values(
         except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
             # The last three occur if an override sets a key below a list or a number in the file.
             result.failure = Problem(
-                ((yaml_settings.display(source), "its composition"),), _reason(error.__cause__ or error)
+                ((setting_origins.display(source), "its composition"),), _reason(error.__cause__ or error)
             )
     return result
 
@@ -146,18 +146,18 @@ def find_base(source: Path, composed: Composition, otherwise: str) -> str | None
     neighbouring file would be taken for the preset."""
     is_whole = schema_keys().keys() <= {setting.key for setting in composed.settings}
     if (
-        source.parent == yaml_settings.PRESETS
+        source.parent == setting_origins.PRESETS
         or composed.failure
         or is_whole
-        or not yaml_settings.only_own_files(source)
+        or not setting_origins.only_own_files(source)
     ):
         return None
     values = OmegaConf.create(composed.values)
-    base = yaml_settings.base_preset(
-        {key: OmegaConf.select(values, key) for key in yaml_settings.PIPELINE_KEYS}, otherwise
+    base = setting_origins.base_preset(
+        {key: OmegaConf.select(values, key) for key in setting_origins.PIPELINE_KEYS}, otherwise
     )
     if (source.parent / f"{base}.yaml").exists():
-        place = ((yaml_settings.display(source), "defaults"),)
+        place = ((setting_origins.display(source), "defaults"),)
         what = f"are missing, and {base}.yaml next to it has the name of the preset that it would build on"
         raise ConfigError([Problem(place, what, "rename that file, or name the intended base under defaults")])
     return base
@@ -176,7 +176,7 @@ def _read_overrides(lines: Sequence[str], result: Composition) -> list[Override]
         elif override.package is not None or "/" in override.key_or_group:
             advice = "write key=value; a file names its base under defaults:"
             _refuse(result, line, "names a file, not a key", advice)
-        elif twice := yaml_settings.named_twice(line.partition("=")[2]):
+        elif twice := setting_origins.named_twice(line.partition("=")[2]):
             _refuse(result, line, f"names {twice} twice", "keep one of the two")
         else:
             parsed.append(override)
@@ -249,7 +249,7 @@ def _quoted(text: str) -> str:
 
 
 def _refuse(result: Composition, line: str, what: str, advice: str) -> None:
-    result.problems.append(Problem(((f"'{line}'", yaml_settings.COMMAND_LINE),), what, advice))
+    result.problems.append(Problem(((f"'{line}'", setting_origins.COMMAND_LINE),), what, advice))
     result.refused.add(line.partition("=")[0].lstrip("+~"))
 
 
@@ -302,7 +302,7 @@ def _to_apply(override: Override, is_known: Callable[[str], bool], result: Compo
     key = override.key_or_group
     if override.is_delete():
         return override if key in result.deleted else None
-    result.settings += yaml_settings.settings_of_value(key, override.value(), yaml_settings.COMMAND_LINE)
+    result.settings += setting_origins.settings_of_value(key, override.value(), setting_origins.COMMAND_LINE)
     return replace(override, type=OverrideType.FORCE_ADD) if is_known(key) else None
 
 
@@ -314,14 +314,14 @@ def _check_deletions(parsed: Sequence[Override], result: Composition) -> None:
         if not override.is_delete():
             keys |= {
                 setting.key
-                for setting in yaml_settings.settings_of_value(key, override.value(), yaml_settings.COMMAND_LINE)
+                for setting in setting_origins.settings_of_value(key, override.value(), setting_origins.COMMAND_LINE)
             }
         elif key in keys:
             result.deleted.append(key)
         else:
             advice = "remove this override: the key has its default already"
             result.problems.append(
-                Problem(((f"~{key}", yaml_settings.COMMAND_LINE),), "there is nothing to remove", advice)
+                Problem(((f"~{key}", setting_origins.COMMAND_LINE),), "there is nothing to remove", advice)
             )
 
 
@@ -339,7 +339,7 @@ class _CheckedFiles(FileConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         problems: list[Problem] = []
-        yaml_settings.read_node(Path(self.path, self._normalize_file_name(config_path)), problems)
+        setting_origins.read_node(Path(self.path, self._normalize_file_name(config_path)), problems)
         if problems:
             raise ConfigError(problems)
         return super().load_config(config_path)
@@ -371,15 +371,15 @@ def _choose_files(source: Path, files: CachingConfigRepository, result: Composit
     except ConfigError:  # raised by `_CheckedFiles`
         raise
     except YAMLError as error:
-        result.failure = yaml_settings.yaml_problem(error, source)
+        result.failure = setting_origins.yaml_problem(error, source)
     except (HydraException, ValueError) as error:  # ValueError: defaults is not a list
         reason = _reason(error)
-        names = ", ".join(yaml_settings.preset_names())
+        names = ", ".join(setting_origins.preset_names())
         advice = f"name presets ({names}) or files next to this one, without .yaml, in a list: defaults: [grpo, _self_]"
-        result.failure = Problem(((yaml_settings.display(source), "defaults"),), reason, advice)
+        result.failure = Problem(((setting_origins.display(source), "defaults"),), reason, advice)
     except RecursionError:
         advice = "break the cycle; a file with the name of a preset cannot build on that preset: rename it"
-        result.failure = Problem(((yaml_settings.display(source), "defaults"),), "builds on itself", advice)
+        result.failure = Problem(((setting_origins.display(source), "defaults"),), "builds on itself", advice)
     return []
 
 
@@ -387,7 +387,7 @@ def _paths(source: Path, chosen: Sequence[ResultDefault]) -> Iterator[tuple[Path
     """Each YAML file with its package, the prefix of its keys."""
     for entry in chosen:
         if entry.config_path not in (None, _RUN):
-            places = [parent / f"{entry.config_path}.yaml" for parent in (source.parent, yaml_settings.PRESETS)]
+            places = [parent / f"{entry.config_path}.yaml" for parent in (source.parent, setting_origins.PRESETS)]
             package = "" if entry.package in (None, "_global_") else str(entry.package)
             yield from [(path, package) for path in places if path.is_file()][:1]
 

@@ -18,6 +18,7 @@ the group."""
 # YAML 1.1 reads 1e-6 (no dot) as a string; people mean the number.
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 _SCALARS = (bool, int, float, str)
+_MOST_BITS = 63
 
 
 class Mismatch(ValueError):
@@ -206,6 +207,8 @@ def _convert_union(value: object, annotation: object) -> object:
 def _convert_scalar(value: object, wanted: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         raise Mismatch(f"is {value}, not a finite number", "write a finite number")
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise Mismatch(f"is a whole number of more than {_MOST_BITS} bits", "write a smaller number")
     if type(value) is wanted:
         return value
     if wanted is float and type(value) is int:

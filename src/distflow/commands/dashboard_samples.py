@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distflow.errors import UserError
-from distflow.launch.run_folders.query_runs import MAX_ROWS, plain, query_runs
+from distflow.launch.run_folders.sql_over_runs import MAX_ROWS, plain, query_runs
 from distflow.observe.crash_safe_files import JSON, encode, parse_object
 from distflow.observe.report.samples import SampleGroup, add_pictures, sample_groups
 from distflow.observe.run_reader import RIGHT, Timeline, read_samples, read_timeline, sample_files
@@ -164,7 +164,7 @@ class SamplesIndex:
             f"{_SORTS.get(query.get('sort', ''), 'step')} {'asc' if query.get('down') == '0' else 'desc'} nulls last"
         )
         chosen, cursor = f"from groups where {' and '.join(conditions)}", self._connection.cursor()
-        order, start = f"order by {order}, step desc, first", ROWS_OF_PAGE * int(_number(query.get("page", "0")))
+        order, start = f"order by {order}, step desc, first", ROWS_OF_PAGE * whole(query.get("page", "0"))
         names = ("step", "split", "first", "name", "domain", "prompt", "response", "scores", "tokens")
         is_most = False
         if text := query.get("text", ""):
@@ -193,10 +193,9 @@ class SamplesIndex:
 
     def group(self, query: Mapping[str, str]) -> dict[str, Any]:
         """One group with all that is shown of it. Raises UserError if it is not there."""
-        step, split, first = int(_number(query.get("step", ""))), query.get("split", ""), query.get("first", "")
+        step, split, place = whole(query.get("step", "")), query.get("split", ""), whole(query.get("first", ""))
         rows = read_samples(self._run_dir, step, split)
         found = sample_groups(rows, step, split)
-        place = int(_number(first))
         if place >= len(found):
             raise UserError(f"the samples of step {step} are not there any more: a resume may have taken it back")
         group = found[place]
@@ -222,6 +221,13 @@ def _conditions(query: Mapping[str, str]) -> tuple[list[str], list[object]]:
     given = [(condition, plain(value)) for condition, value in asked if value is not None]
     which = _WHICH.get(query.get("which", ""), "true")
     return [which, *(condition for condition, _ in given)], [value for _, value in given]
+
+
+def whole(text: str) -> int:
+    """Raises UserError for anything but a whole number of 0 or more."""
+    if not text.isdecimal() or len(text) > 15:
+        raise UserError(f"'{text[:50]}' is not a whole number")
+    return int(text)
 
 
 def _number(text: str) -> float:

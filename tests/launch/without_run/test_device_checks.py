@@ -10,12 +10,18 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from distflow.commands.selftest.compared_runs import CHECKS as ALL_CHECKS
 from distflow.config import load_config
-from distflow.launch.doctor_device_checks import CHECKS, Subject, kv_bytes_of_token, resident_bytes, try_check
+from distflow.launch.without_run.device_checks import (
+    CHECKS,
+    Subject,
+    kv_bytes_of_token,
+    resident_bytes,
+    try_check,
+)
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from tests.tiny_models import write_tiny_model
 
-DOCS = Path(__file__).parents[2] / "docs/devices.md"
+DOCS = Path(__file__).parents[3] / "docs/devices.md"
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 
 

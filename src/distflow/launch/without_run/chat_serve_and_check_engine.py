@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from socket import socket
 from typing import Any, cast
@@ -23,7 +24,7 @@ from distflow.errors import UserError
 from distflow.launch.check_extensions import check_extensions
 from distflow.launch.configured_models import load_policy, policy_limits, tokenizer_loader
 from distflow.launch.device_and_threads import choose_device, make_process_ready
-from distflow.launch.model_and_engine_factories import engine_dtype, make_factories
+from distflow.launch.engine_factories_from_config import engine_dtype, make_factories
 from distflow.launch.run_folders.export_checkpoint import with_models_of_runs, write_config_of
 from distflow.launch.spec_settings import sampling_params
 from distflow.models.loading import stop_token_ids
@@ -73,6 +74,7 @@ class Chat:
         ids = torch.tensor([encoded.prompt_ids], device=self.model.device)
         rollout, greedy = self.config.actor_rollout_ref.rollout, self.temperature == 0
         sampling = {"temperature": self.temperature, "top_p": rollout.top_p, "top_k": max(rollout.top_k, 0)}
+        sampling |= {"min_p": rollout.min_p}
         ends = list(stop_token_ids(self.model, self.tokenizer))
         out = self.model.generate(
             ids,
@@ -81,6 +83,9 @@ class Chat:
             do_sample=not greedy,
             eos_token_id=ends,
             pad_token_id=ends[0] if ends else None,
+            repetition_penalty=rollout.repetition_penalty,  # not that of the model's generation_config.json
+            stop_strings=list(rollout.stop) or None,
+            tokenizer=self.tokenizer,
             streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
             **({} if greedy else sampling),
         )
@@ -109,7 +114,7 @@ def load_chat(path: str, overrides: list[str], options: ChatOptions, folder: Pat
     folder: an empty one, for the exported policy. note: called with the chosen checkpoint. Raises UserError if there is
     no such model, or the options do not fit it.
     """
-    if (given := options.temperature) is not None and given < 0:
+    if (given := options.temperature) is not None and not 0 <= given < inf:
         raise UserError(f"--temperature {given:g}: it must be 0 (greedy) or more")
     config, is_run = load_config_of(path, overrides, folder, note, options.trust_code), is_of_a_run(path)
     tokenizer, context, data = tokenizer_loader(config)(), policy_limits(config).context, config.data
