@@ -186,7 +186,7 @@ def read_groups(numbers: Sequence[int], groups: Sequence[GroupRef]) -> tuple[Bat
             _fetched([group])
         except GroupLost:
             lost.append(number)
-    return None, lost
+    return (None, lost) if lost else (to_batch(groups), [])  # a fetch may have been too slow before
 
 
 def _short(failure: Failure | None) -> Failure | None:
