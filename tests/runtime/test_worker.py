@@ -247,6 +247,22 @@ def test_a_worker_tells_the_time_of_its_nodes(ground: Playground) -> None:
         assert [name for name in record.values if name.startswith("perf/")] == ["perf/actor_train"]
 
 
+def test_a_signal_that_comes_when_the_step_is_already_done_saves_it_too(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As during the export of its profile."""
+    with working(ground, "trainer.save_freq=100") as (worker, _):
+
+        @contextmanager
+        def profiled(recorder: Recorder, step: int) -> Iterator[None]:
+            yield
+            worker._stop.wanted = True
+
+        monkeypatch.setattr(Recorder, "profiled", profiled)
+        assert worker.training_loop() == 1
+    assert CheckpointStore(ground.folder / "run" / "checkpoints").load().step == 1
+
+
 def test_a_node_that_fails_is_named(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*arguments: Any) -> dict[str, float]:
         raise MemoryError("full")
