@@ -9,7 +9,7 @@ import pytest
 from distflow.cluster import reports_to_driver
 from distflow.cluster.reports_to_driver import DriverOutput, Message, MessageQueue
 from distflow.observe.writing.terminal_view import TerminalView
-from distflow.runtime.user_calls import Callbacks, Caller
+from distflow.runtime.rollout_loop.user_calls import Callbacks, Caller
 
 
 def test_counts_that_change_with_every_group_push_no_callback_out() -> None:

@@ -24,7 +24,7 @@ from distflow.runtime.run_reporter import Recorder
 from distflow.runtime.spec import Spec
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.runtime.worker import Worker
-from distflow.runtime.worker_ports_and_inputs import WorkerInputs
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import Version
 from distflow.scheduling.ledger import timeline

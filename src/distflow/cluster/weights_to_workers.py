@@ -16,7 +16,7 @@ from torch import Tensor
 from distflow.cluster.remote_calls import kill, reply
 from distflow.errors import TrustError, UserError
 from distflow.observe.writing.timing import Waits
-from distflow.runtime.loop_thread import on_a_thread
+from distflow.runtime.rollout_loop.loop_thread import on_a_thread
 from distflow.runtime.step_metrics import ValidationResults
 from distflow.runtime.weight_sync.bucket_files import Carry, Packed, SentBucket, hash_of, pack, unpack
 from distflow.runtime.weight_sync.protocol import Bucket, Detach, Receive, WeightPort, check_receipt, refused

@@ -21,8 +21,8 @@ from distflow.runtime.checkpoint.save_and_restore import (
     saved_parts,
     set_generators,
 )
-from distflow.runtime.group_record import finished_group
 from distflow.runtime.resources import build_resources
+from distflow.runtime.rollout_loop.group_samples_and_columns import finished_group
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import GroupState, PromptGroup

@@ -12,7 +12,7 @@ from distflow.data.batch import Batch
 from distflow.data.sample import Segment
 from distflow.errors import UserError
 from distflow.observe.writing.timing import Waits
-from distflow.runtime.group_record import finished_group
+from distflow.runtime.rollout_loop.group_samples_and_columns import finished_group
 from distflow.runtime.run_errors_and_limits import Failure, NoProgress, UserNoProgress
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import DroppedGroup, Released, TrainingStep

@@ -29,8 +29,8 @@ from distflow.rewards.reward_results import ACC, OF_WORKFLOW, Error, Score, in_e
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rollout.engine import RolloutEngine, SamplingParams
 from distflow.runtime.compiled_node import NodeContext
-from distflow.runtime.group_record import Group
-from distflow.runtime.user_calls import DeadlinePassed, deadline_paused
+from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.rollout_loop.user_calls import DeadlinePassed, deadline_paused
 
 _SINGLE_TURN, _LONGEST_TURN_S = "single_turn", 1e6
 _DRAWN_AT = attrgetter("drawn_at")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from distflow.errors import count_of
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, WeightReceipt
-from distflow.runtime.loop_thread import LoopGivenUp
+from distflow.runtime.rollout_loop.loop_thread import LoopGivenUp
 from distflow.scheduling.group_states import Version
 
 STACKS: Final = "stacks.txt"
