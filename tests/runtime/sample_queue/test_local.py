@@ -384,7 +384,7 @@ def test_the_end_of_the_data_and_of_the_steps_is_none_for_every_rank(num_ranks: 
 
 def test_a_loop_whose_thread_has_ended_meanwhile_is_not_woken() -> None:
     """It may close between any check and the call."""
-    driven = Driven()
+    driven = Driven(max_staleness=1)
 
     async def ask_once() -> None:
         async for _ in driven.queue.prompt_groups(lambda: 0):

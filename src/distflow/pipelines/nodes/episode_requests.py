@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from distflow.data.episode_event_hook import on_token
-from distflow.data.sample import Segment
+from distflow.data.sample import Segment, on_token
 from distflow.environments.chat import Chat, ChatError
 from distflow.pipelines.nodes.rollout_reward_filter import policy_segment
 from distflow.rollout.engine import ActionHead, GenerateRequest, Generation, RolloutEngine, SamplingParams

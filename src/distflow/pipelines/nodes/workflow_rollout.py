@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.builtin_names import WORKFLOWS
 from distflow.config import Config
 from distflow.config.compose.unknown_and_unused_keys import peek, plain
-from distflow.data.episode_event_hook import note_event, on_event
-from distflow.data.sample import LIMIT_REASONS, Sample, Segment
+from distflow.data.sample import LIMIT_REASONS, Sample, Segment, note_event, on_event
 from distflow.environments.chat import Chat, Limits, Reply
 from distflow.environments.turn_encoding import TurnTokens
 from distflow.environments.workflows import Workflow, load_workflow, make_workflow, row_of
