@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -56,6 +57,7 @@ class Target:
         raise OfTwoArguments("this", "that")
 
     def refuse_from_afar(self) -> None:
+        time.sleep(0.3)  # a call that ends at once is answered by the thread that reads
         raise OfAModuleThatIsNotHere("no memory")
 
 

@@ -382,7 +382,7 @@ def test_the_end_of_the_data_and_of_the_steps_is_none_for_every_rank(num_ranks: 
     assert [driven.queue.take(1, rank) for rank in ranks] == [None] * num_ranks
 
 
-def test_a_loop_whose_thread_has_ended_meanwhile_is_not_woken() -> None:
+def test_a_loop_whose_thread_has_ended_meanwhile_is_not_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may close between any check and the call."""
     driven = Driven(max_staleness=1)
 
@@ -392,5 +392,5 @@ def test_a_loop_whose_thread_has_ended_meanwhile_is_not_woken() -> None:
 
     asyncio.run(ask_once())
     assert driven.queue._loop is not None and driven.queue._loop.is_closed()
-    driven.queue._loop.is_closed = lambda: False  # type: ignore[method-assign]
+    monkeypatch.setattr(driven.queue._loop, "is_closed", lambda: False)
     driven.queue.pause(True)
