@@ -175,7 +175,7 @@ class Auditor:
             return
         model = actor.model if isinstance(actor, OpenEngine) else None
         spread = model is not None and run.turns.is_spread(model)
-        looks = self._looks is Depth.LOOK and not getattr(run.resources.rollout, "shares_weights", False)
+        looks = self._looks is Depth.LOOK
         if (run.resources.rollout is not None or spread) and (self._due or (looks and not spread)):
             dtype, self._served = run.spec.weight_dtype, self._served or list(run.engine_hashes())
             most = NUM_TENSORS if looks else len(self._served)
