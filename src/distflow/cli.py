@@ -204,7 +204,7 @@ def _report_error(err: Exception, debug: bool) -> int:
     """Report the error; returns the exit status, or ends the process here if it would wait for a thread that never
     ends."""
     from distflow.errors import UserError
-    from distflow.runtime.loop_thread import LoopGivenUp
+    from distflow.runtime.rollout_loop.loop_thread import LoopGivenUp
 
     is_users = isinstance(err, UserError)
     if debug:

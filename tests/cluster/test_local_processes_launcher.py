@@ -14,8 +14,8 @@ from distflow.cluster.local_processes_launcher import launch_processes
 from distflow.cluster.remote_calls import WorkerDied, WorkerHangs
 from distflow.errors import UserError
 from distflow.runtime.fault_injection import Fault
+from distflow.runtime.rollout_loop.user_calls import Callbacks
 from distflow.runtime.spec import LaunchOptions
-from distflow.runtime.user_calls import Callbacks
 from tests.cluster import leftovers
 from tests.cluster.distance import distance
 from tests.cluster.test_supervisor import STEPS, check_same_figures, check_whole, validating

@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -20,6 +21,19 @@ class OfTwoArguments(Exception):
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")
+
+
+class OfAModuleThatIsNotHere(Exception):
+    """Can be made again only in the process that raised it, whose calls have threads named so."""
+
+    def __reduce__(self) -> object:
+        return _made_where_it_is_known, ()
+
+
+def _made_where_it_is_known() -> Exception:
+    if threading.current_thread().name.startswith("peer"):
+        return OfAModuleThatIsNotHere()
+    raise ModuleNotFoundError("No module named 'my_engine'")
 
 
 class Target:
@@ -41,6 +55,10 @@ class Target:
 
     def refuse_oddly(self) -> None:
         raise OfTwoArguments("this", "that")
+
+    def refuse_from_afar(self) -> None:
+        time.sleep(0.3)  # a call that ends at once is answered by the thread that reads
+        raise OfAModuleThatIsNotHere("no memory")
 
 
 class Ends:
@@ -88,6 +106,12 @@ def test_errors_come_as_they_are_with_the_traceback_of_the_other_process(ends: E
     assert str(told.value) == "not like this" and "in refuse" in told.value.__notes__[0]
     with pytest.raises(RuntimeError, match="^OfTwoArguments: this and that$"):
         reply(ends.here.refuse_oddly.remote())
+
+
+def test_an_error_of_a_module_that_only_the_other_process_has_comes_as_text(ends: Ends) -> None:
+    with pytest.raises(RuntimeError, match="^OfAModuleThatIsNotHere: no memory$"):
+        ends.here.refuse_from_afar.remote().result(20)
+    assert reply(ends.here.open.remote()) is None
 
 
 def test_calls_of_an_end_that_is_gone_fail(ends: Ends) -> None:

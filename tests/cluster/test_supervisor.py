@@ -15,8 +15,8 @@ from distflow.cluster.ray_launcher import launch_ray
 from distflow.errors import TrustError, UserError
 from distflow.observe.run_reader import read_events, read_metrics, read_samples
 from distflow.runtime.fault_injection import Fault
+from distflow.runtime.rollout_loop.user_calls import Callbacks
 from distflow.runtime.spec import LaunchOptions
-from distflow.runtime.user_calls import Callbacks
 from distflow.scheduling import ledger
 from tests.cluster.distance import distance
 from tests.cluster.unordered_actors import UnorderedCoordinator

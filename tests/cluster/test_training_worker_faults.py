@@ -16,8 +16,8 @@ from distflow.cluster.remote_calls import WorkerDied, WorkerHangs
 from distflow.observe.run_reader import read_events
 from distflow.runtime.checkpoint.files import CheckpointError
 from distflow.runtime.fault_injection import Fault
+from distflow.runtime.rollout_loop.user_calls import Callbacks
 from distflow.runtime.spec import LaunchOptions
-from distflow.runtime.user_calls import Callbacks
 from distflow.runtime.weight_sync.bucket_files import WEIGHTS
 from tests.cluster.test_faults import processes, workers
 from tests.cluster.test_supervisor import CONSTANT, DISK, SPLIT, distance

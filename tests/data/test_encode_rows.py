@@ -36,11 +36,6 @@ def test_a_template_takes_the_prompt_literally(tokenizer):
     assert prompt.prompt_text == "Q: {x} \\frac{1}{2} {prompt} {0}\nA:"
 
 
-def test_a_template_without_a_place_is_refused(tokenizer):
-    with pytest.raises(UserError, match="data.prompt_template has no {prompt}"):
-        encode([row("a")], tokenizer, prompt_template="Q: A:")
-
-
 def test_chat_prompts_go_through_the_chat_template(tokenizer):
     messages = [
         {"role": "user", "content": "hi"},

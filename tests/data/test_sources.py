@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import math
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -12,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from distflow.data import sources
-from distflow.data.dataset_columns import Columns
+from distflow.data.dataset_columns import Columns, plain
 from distflow.data.sources import load_rows
 from distflow.errors import UserError
 
@@ -109,6 +110,13 @@ def test_values_that_json_cannot_hold_become_plain(tmp_path):
     assert loaded.answer == 2
     assert loaded.extra_info == {"when": "2024-05-06", "price": 1.5, "raw": "b'\\xff'"}
     json.dumps(loaded.extra_info)
+
+
+def test_values_are_the_same_in_every_process_and_every_decimal_is_a_number():
+    """The order of a set of texts is another in each process."""
+    texts = {f"text {number}" for number in range(20)}
+    assert plain({"of": texts}) == {"of": sorted(texts)}
+    assert plain([Decimal("Infinity"), Decimal("1e2")]) == [math.inf, 100] and math.isnan(plain(Decimal("NaN")))
 
 
 def test_a_folder_of_the_datasets_library(tmp_path, monkeypatch):
@@ -342,6 +350,8 @@ class TestRowsOfAFunction:
             ("return 3", "gives int, which cannot be iterated over"),
             ("return ['a']", "my_rows.py:rows' is str"),
             ("return []", "no rows"),
+            ("return {}['split']", "my_rows.py:rows' raised KeyError: 'split' (at my_rows.py:2)"),
+            ("yield {'prompt': 'a', 'answer': 1}; raise OSError('no such disk')", "raised OSError: no such disk"),
         ],
     )
     def test_what_gives_no_rows_is_refused(self, tmp_path, body, said):

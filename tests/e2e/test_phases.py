@@ -10,8 +10,8 @@ import pytest
 from distflow.launch import run_start_and_end
 from distflow.launch.one_process_launcher import launch_local
 from distflow.runtime.checkpoint import checkpoint_store as checkpoint
+from distflow.runtime.rollout_loop.user_calls import Callbacks
 from distflow.runtime.spec import LaunchOptions
-from distflow.runtime.user_calls import Callbacks
 from tests.e2e.runs import REWARD, Playground, Run
 
 SLOW_S = 0.3

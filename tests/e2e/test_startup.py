@@ -13,15 +13,15 @@ HEAVY = ("bitsandbytes", "datasets", "gguf", "matplotlib", "pandas", "peft", "sc
 SCRIPT = f"""
 import sys
 from distflow import cli
-from distflow.runtime import rollout_loop
-generate = rollout_loop.SubmissionGate.generate
+from distflow.runtime.rollout_loop import group_tasks
+generate = group_tasks.SubmissionGate.generate
 async def looking(self, request):
     if not looking.asked:
         looking.asked = True
         print("HEAVY", *(name for name in {HEAVY!r} if name in sys.modules))
     return await generate(self, request)
 looking.asked = False
-rollout_loop.SubmissionGate.generate = looking
+group_tasks.SubmissionGate.generate = looking
 sys.exit(cli.main(sys.argv[1:]))
 """
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from distflow.data.episode_event_hook import on_token
-from distflow.data.sample import Segment
+from distflow.data.sample import Segment, on_token
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt
 from distflow.environments.turn_encoding import TemplateError, TurnTokens
 from tests.data import chat_templates as of

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from distflow.environments.user_process import ProcessServer, UserProcess
-from distflow.runtime.user_calls import deadline_paused, run_async
+from distflow.runtime.rollout_loop.user_calls import deadline_paused, run_async
 from tests.patience import is_running, wait_until
 
 RUN = """

@@ -17,7 +17,8 @@ from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.models import lora
 from distflow.pipelines.nodes import rollout_reward_filter, updates
-from distflow.runtime import rollout_loop, step_metrics, worker
+from distflow.runtime import step_metrics, worker
+from distflow.runtime.rollout_loop import group_tasks
 from distflow.scheduling.data_plan import Timetable
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training import torch_engine
@@ -266,12 +267,12 @@ def test_an_adapter_that_begins_without_the_seed(playground: Playground, monkeyp
 
 @pytest.mark.slow
 def test_tokens_of_responses_alone_in_the_ledger(playground: Playground, monkeypatch: Patch) -> None:
-    original = rollout_loop.finished_group
+    original = group_tasks.finished_group
 
     def finished(group: PromptGroup, batch: Batch, measured: Any) -> Any:
         return replace(original(group, batch, measured), num_tokens=int(batch.lengths("response").sum()))
 
-    monkeypatch.setattr(rollout_loop, "finished_group", finished)
+    monkeypatch.setattr(group_tasks, "finished_group", finished)
     with pytest.raises(TrustError, match=r"the ledger have \d+ tokens for group 0, but its samples have \d+"):
         playground.run("grpo", "trainer.total_training_steps=1")
 
@@ -314,10 +315,10 @@ def test_a_group_at_the_bound_of_the_filter(playground: Playground, monkeypatch:
 @pytest.mark.slow
 def test_groups_that_are_counted_as_dropped_for_another_reason(playground: Playground, monkeypatch: Patch) -> None:
     playground.write_reward(ZERO_OR_ONE)
-    right = rollout_loop.DroppedGroup
+    right = group_tasks.DroppedGroup
     other = {"all_equal": "too_few_scores"}
     monkeypatch.setattr(
-        rollout_loop,
+        group_tasks,
         "DroppedGroup",
         lambda group, reason, *more, **named: right(group, other.get(reason, reason), *more, **named),
     )

@@ -18,7 +18,7 @@ from distflow.runtime.early_stop_and_signals import StopRequest
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.run_reporter import Recorder
 from distflow.runtime.spec import Spec
-from distflow.runtime.worker_ports_and_inputs import WorkerInputs
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.ledger import Ledger
 from tests.e2e.runs import Playground

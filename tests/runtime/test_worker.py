@@ -24,7 +24,7 @@ from distflow.runtime.run_reporter import Recorder
 from distflow.runtime.spec import Spec
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.runtime.worker import Worker
-from distflow.runtime.worker_ports_and_inputs import WorkerInputs
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import Version
 from distflow.scheduling.ledger import timeline
@@ -245,6 +245,22 @@ def test_a_worker_tells_the_time_of_its_nodes(ground: Playground) -> None:
         assert worker.training_loop() == 3
     for record in read_metrics(ground.folder / "run"):
         assert [name for name in record.values if name.startswith("perf/")] == ["perf/actor_train"]
+
+
+def test_a_signal_that_comes_when_the_step_is_already_done_saves_it_too(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As during the export of its profile."""
+    with working(ground, "trainer.save_freq=100") as (worker, _):
+
+        @contextmanager
+        def profiled(recorder: Recorder, step: int) -> Iterator[None]:
+            yield
+            worker._stop.wanted = True
+
+        monkeypatch.setattr(Recorder, "profiled", profiled)
+        assert worker.training_loop() == 1
+    assert CheckpointStore(ground.folder / "run" / "checkpoints").load().step == 1
 
 
 def test_a_node_that_fails_is_named(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,8 +165,8 @@ def train(
     UserError or PipelineError for a user's mistake, with the message of the command line; TrustError if a check fails;
     NodeError if a node fails.
     """
+    from distflow.runtime.rollout_loop.user_calls import Callbacks
     from distflow.runtime.spec import LaunchOptions
-    from distflow.runtime.user_calls import Callbacks
 
     callbacks = Callbacks(on_step, on_validation, on_save)
     inputs = PythonInputs(data, val_data, reward, advantage, loss, pipeline, workflow)

@@ -32,9 +32,9 @@ from distflow.observe.metrics import Measured
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.compiled_node import Step
-from distflow.runtime.rollout_services import RolloutServices
+from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.sample_queue.protocol import ResumePoint
-from distflow.runtime.worker_ports_and_inputs import WorkerInputs
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.training.engine import LossFn, TrainEngine
 
 NUM_SCORED_AGAIN = 2
@@ -173,7 +173,7 @@ class Auditor:
             return
         model = actor.model if isinstance(actor, OpenEngine) else None
         spread = model is not None and run.turns.is_spread(model)
-        looks = self._looks is Depth.LOOK and not getattr(run.resources.rollout, "shares_weights", False)
+        looks = self._looks is Depth.LOOK
         if (run.resources.rollout is not None or spread) and (self._due or (looks and not spread)):
             dtype, self._served = run.spec.weight_dtype, self._served or list(run.engine_hashes())
             most = NUM_TENSORS if looks else len(self._served)

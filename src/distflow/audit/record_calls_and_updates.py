@@ -19,11 +19,11 @@ from torch.nn.utils import get_total_norm
 
 from distflow.audit.model_forward import PlainScores
 from distflow.data.batch import Batch
-from distflow.data.episode_event_hook import on_event
+from distflow.data.sample import on_event
 from distflow.models.sharding import at_places, is_spread, own_part, square_sum, whole
 from distflow.rewards.reward_results import RewardResult
 from distflow.rollout.engine import GenerateRequest, GenerateResult
-from distflow.runtime.rollout_loop import group_task
+from distflow.runtime.rollout_loop.group_tasks import group_task
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective, Counts, LossFn, OneRank, Sums, TrainEngine
 

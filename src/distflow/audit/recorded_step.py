@@ -36,9 +36,9 @@ from distflow.rewards.reward_results import RewardResult
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
 from distflow.runtime.compiled_node import NodeContext, Step
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_services import RolloutServices
+from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.spec import Spec
-from distflow.runtime.worker_ports_and_inputs import WorkerInputs
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.data_plan import UNKNOWN_ROWS, WINDOW
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective

@@ -28,7 +28,7 @@ from distflow.models.weight_fingerprint_and_soundness import bit_hash
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import ResumePoint
-from distflow.runtime.worker_ports_and_inputs import WorkerInputs
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.training.multi_policy_engine import models_of
 
 STREAMS, NODES, POSITION, QUEUED = "random stream", "state of node", "data position", "queued group"

@@ -70,7 +70,7 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
             [DpGroupShares()] if own_loop else dp_groups,
             [str(rank.rank) for rank in spec.plan.ranks if rank.rollout_nodes],
             queued=queued,
-            changed=partial(self._messages.append, "queue"),
+            changed=partial(self._messages.replace, "queue"),
             may_be_lost=True,
         )
         self._num_releases = sum(len(each.shares) for each in dp_groups)
@@ -78,10 +78,10 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         self._rests: dict[int, Sequence[GroupRef]] = {}  # remaining groups of a step, by rank
 
     def progress(self) -> Progress:
-        coordinator = self._coordinator
-        return Progress(
-            coordinator.version, coordinator.plan.total_steps, coordinator.finished, coordinator.checked_counts()
-        )
+        with self._lock:
+            coordinator = self._coordinator
+            counts = coordinator.checked_counts()
+            return Progress(coordinator.version, coordinator.plan.total_steps, coordinator.finished, counts)
 
     def alive(self) -> None:
         """A heartbeat, answered by a separate thread."""

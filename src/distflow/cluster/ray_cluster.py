@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
@@ -18,7 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as Bundle
 
 from distflow.cluster.reaper import descendants, kill_those
-from distflow.cluster.remote_calls import ENDS_WITHIN_S
+from distflow.cluster.remote_calls import ENDS_WITHIN_S, state_of
 from distflow.errors import RayNotStarted, UserError, count_of
 from distflow.launch.device_and_threads import check_cores, usable_cores
 from distflow.observe.writing.timing import lasting
@@ -36,6 +35,7 @@ _TOKEN_ADVICE = (
 )
 _SHARE_OF_STORE = 0.5
 _MB = 10**6
+_STOPPED = ("T", "t")
 _NEEDED = ("raylet", "gcs_server")
 """Ray's names for its processes that a run needs."""
 SHARED_BUNDLES = "DISTFLOW_SHARED_BUNDLES"
@@ -109,7 +109,7 @@ def failed_process(or_stopped: bool = False) -> str | None:
     own = {kind: process for name in _NEEDED for kind, process in _own_processes() if kind == name}
     failed = [(kind, "has died") for kind, process in own.items() if process.poll() is not None]
     if or_stopped:
-        failed += [(kind, "is stopped") for kind, process in own.items() if _is_stopped(process)]
+        failed += [(kind, "is stopped") for kind, process in own.items() if state_of(process.pid) in _STOPPED]
     return next((f"Ray's {kind} (pid {own[kind].pid}) {how}" for kind, how in failed), None)
 
 
@@ -118,13 +118,6 @@ def _own_processes() -> list[tuple[str, "Popen[Any]"]]:
     node = ray._private.worker._global_node
     found: Mapping[str, Sequence[Any]] = node.all_processes if node is not None else {}
     return [(kind, info.process) for kind, infos in found.items() for info in infos]
-
-
-def _is_stopped(process: "Popen[Any]") -> bool:
-    try:
-        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:  # the process has ended, or this is not Linux
-        return False
 
 
 def _end_own() -> None:
@@ -138,7 +131,7 @@ def _end_own() -> None:
             node.kill_all_processes(check_alive=False, allow_graceful=False, wait=False)
         kill_those(below)
 
-    if any(map(_is_stopped, processes)):
+    if any(state_of(process.pid) in _STOPPED for process in processes):
         kill()
     late = threading.Timer(ENDS_WITHIN_S, kill)
     late.start()

@@ -137,14 +137,12 @@ def process_here() -> tuple[str, int]:
     return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid"), os.getpid()
 
 
-def _is_stopped(process: tuple[str, int]) -> bool:
-    """Whether a process of this machine is stopped by SIGSTOP or Ctrl-Z, not by a debugger."""
-    machine, pid = process
-    if machine != process_here()[0]:
-        return False
-    with suppress(OSError):  # the process has ended
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
+def state_of(pid: int) -> str:
+    """The kernel's letter for the state of a process: T if SIGSTOP or Ctrl-Z has stopped it, t if a debugger has;
+    empty if it has ended, or this is not Linux."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
 
 
 class Heartbeat:
@@ -196,15 +194,15 @@ class Heartbeat:
 
     def _limit_s(self, rank: int) -> float:
         """How long it may take to reply. At first it still starts and imports."""
-        process = self._heard.get(rank)
-        if process is None or not _is_stopped(process):
+        machine, pid = self._heard.get(rank) or ("", 0)
+        if machine != process_here()[0] or state_of(pid) != "T":
             self._stopped.pop(rank, None)
         elif time.monotonic() - self._stopped.setdefault(rank, time.monotonic()) >= STOPPED_S:
             return STOPPED_S
         return REPLIES_WITHIN_S if rank in self._heard else STARTS_WITHIN_S
 
 
-_DOES_NOT_UNPICKLE = (pickle.PickleError, TypeError, AttributeError, ImportError, ValueError, KeyError, IndexError)
+_DOES_NOT_PICKLE = (pickle.PickleError, TypeError, AttributeError, ImportError, ValueError, KeyError, IndexError)
 
 
 class PeerGone(RuntimeError):
@@ -270,12 +268,20 @@ class Peer:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a user's error that cannot be recreated from its arguments as text."""
+    """Pickles an error so that it arrives as text if it cannot be recreated from its arguments, or the process at the
+    other end has not loaded the user's module that defines it."""
 
     def reducer_override(self, value: object) -> Any:
-        if isinstance(value, BaseException):
-            try:
-                pickle.loads(pickle.dumps(value))
-            except _DOES_NOT_UNPICKLE:
-                return RuntimeError, (f"{type(value).__name__}: {value}",)
-        return NotImplemented
+        if not isinstance(value, BaseException):
+            return NotImplemented
+        packed = b""
+        with suppress(*_DOES_NOT_PICKLE):
+            packed = pickle.dumps(value)
+        return _recreated, (packed, f"{type(value).__name__}: {value}")
+
+
+def _recreated(packed: bytes, text: str) -> Any:
+    try:
+        return pickle.loads(packed)
+    except (*_DOES_NOT_PICKLE, EOFError):
+        return RuntimeError(text)

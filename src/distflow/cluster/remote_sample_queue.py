@@ -114,14 +114,13 @@ class RemoteSampleQueue:
         fault_injection.reach("queue.put")
         reference, num_bytes = to_group(finished.data, self._by_ray)
         stored = replace(finished, num_bytes=num_bytes, failure=_short(finished.failure)).stored_as(reference)
-        self._coordinator.end.remote(stored, self._take_reward_counts())
+        self._end(stored)
 
     def drop(self, dropped: DroppedGroup) -> None:
-        dropped = replace(dropped, reason=shortened(dropped.reason), failure=_short(dropped.failure))
-        self._coordinator.end.remote(dropped, self._take_reward_counts())
+        self._end(replace(dropped, reason=shortened(dropped.reason), failure=_short(dropped.failure)))
 
     def abort(self, aborted: AbortedGroups) -> None:
-        self._coordinator.end.remote(aborted, self._take_reward_counts())
+        self._end(aborted)
 
     def count(self, reward_counts: RewardCounts) -> None:
         """Send the counts with the next group, since the actor may run two calls in any order."""
@@ -171,9 +170,9 @@ class RemoteSampleQueue:
             num_pages += 1
         return ResumePoint(snapshot, queued)
 
-    def _take_reward_counts(self) -> RewardCounts:
+    def _end(self, group: FinishedGroup[GroupRef] | DroppedGroup | AbortedGroups) -> None:
         reward_counts, self._reward_counts = self._reward_counts, RewardCounts()
-        return reward_counts
+        self._coordinator.end.remote(group, reward_counts)
 
 
 def read_groups(numbers: Sequence[int], groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:
@@ -186,7 +185,7 @@ def read_groups(numbers: Sequence[int], groups: Sequence[GroupRef]) -> tuple[Bat
             _fetched([group])
         except GroupLost:
             lost.append(number)
-    return None, lost
+    return (None, lost) if lost else (to_batch(groups), [])  # a fetch may have been too slow before
 
 
 def _short(failure: Failure | None) -> Failure | None:

@@ -14,9 +14,9 @@ from typing import Any
 
 from distflow.cluster.remote_calls import COORDINATOR, future_of, reply_of, shortened
 from distflow.observe.writing.terminal_view import TerminalView
+from distflow.runtime.rollout_loop.user_calls import Callbacks, Caller
 from distflow.runtime.run_reporter import make_view
 from distflow.runtime.spec import Spec
-from distflow.runtime.user_calls import Callbacks, Caller
 from distflow.runtime.worker_place_and_dp_groups import Place
 
 Message = tuple[str, tuple[Any, ...]]
@@ -86,13 +86,15 @@ class MessageQueue:
 
     def __init__(self) -> None:
         self._messages: deque[Message] = deque(maxlen=_MAX_MESSAGES)
+        self._newest: dict[str, tuple[Any, ...]] = {}
         self._early: dict[str, dict[int, Message]] = defaultdict(dict)  # before an earlier one of the same sender
         self._num_queued = Counter[str]()
         self._changed = threading.Condition()
 
-    def append(self, method: str, *arguments: Any) -> None:
+    def replace(self, method: str, *arguments: Any) -> None:
+        """Queue a message in place of the last one for the method, which is out of date."""
         with self._changed:
-            self._messages.append((method, arguments))
+            self._newest[method] = arguments
 
     def append_in_order(self, sender: str, number: int, method: str, *arguments: Any) -> None:
         """Queue a message after all earlier ones of the sender. number: of the message, from 0."""
@@ -109,7 +111,7 @@ class MessageQueue:
         with self._changed:
             if not self._messages:
                 self._changed.wait(timeout_s)
-            found, num_bytes = list[Message](), 0
+            found, self._newest, num_bytes = list(self._newest.items()), {}, 0
             while self._messages and num_bytes < _MAX_BYTES:
                 found.append(self._messages.popleft())
                 num_bytes += len(pickle.dumps(found[-1]))
@@ -137,12 +139,18 @@ class DriverOutput:
         self._asked: Any = None
 
     def show(self, coordinator: Any, last: bool = False) -> None:
-        """Show new reports, waiting a moment for them. Raises WorkerDied if the coordinator is gone."""
-        self._asked = self._asked or coordinator.messages.remote(0.0 if last else _LOOKS_EVERY_S)
-        if not last and not wait([future_of(self._asked)], self._waits_s).done:
-            return  # its heartbeat reports whether it responds at all
-        asked, self._asked = self._asked, None
-        self.pass_on(reply_of(asked, COORDINATOR))
+        """Show new reports, waiting a moment for them. Raises WorkerDied if the coordinator is gone. last: no more are
+        sent, and all are shown."""
+        while True:
+            is_new = self._asked is None
+            self._asked = self._asked or coordinator.messages.remote(0.0 if last else _LOOKS_EVERY_S)
+            if not last and not wait([future_of(self._asked)], self._waits_s).done:
+                return  # its heartbeat reports whether it responds at all
+            asked, self._asked = self._asked, None
+            messages = reply_of(asked, COORDINATOR)
+            self.pass_on(messages)
+            if not last or (is_new and not messages):
+                return
 
     def note_stop(self, name: str) -> None:
         """name: of the first signal."""

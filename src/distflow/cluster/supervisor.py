@@ -27,9 +27,9 @@ from distflow.launch.run_start_and_end import Start, done_before, note_failure, 
 from distflow.observe.writing.run_folder import RunFolderError, wait_for_joined
 from distflow.observe.writing.timing import lasting
 from distflow.runtime.early_stop_and_signals import StopRequest
-from distflow.runtime.engine_watch import STACKS
+from distflow.runtime.rollout_loop.engine_watch import STACKS
+from distflow.runtime.rollout_loop.user_calls import Callbacks
 from distflow.runtime.spec import LaunchOptions, Outcome, Spec
-from distflow.runtime.user_calls import Callbacks
 from distflow.runtime.weight_sync.bucket_files import remove_weights
 from distflow.runtime.worker_place_and_dp_groups import Place
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from distflow.cluster.remote_calls import kill, reply
 from distflow.errors import TrustError, UserError
 from distflow.observe.writing.timing import Waits
-from distflow.runtime.loop_thread import on_a_thread
+from distflow.runtime.rollout_loop.loop_thread import on_a_thread
 from distflow.runtime.step_metrics import ValidationResults
 from distflow.runtime.weight_sync.bucket_files import Carry, Packed, SentBucket, hash_of, pack, unpack
 from distflow.runtime.weight_sync.protocol import Bucket, Detach, Receive, WeightPort, check_receipt, refused
@@ -46,9 +46,10 @@ class WeightReceivers:
             self._workers[rank] = worker
             self._versions.pop(rank, None)
 
-    def loaded(self, rank: int, version: Version) -> None:
+    def loaded(self, rank: int, worker: Any, version: Version) -> None:
+        """The worker has the version; ignored if another one has replaced it meanwhile, which has no weights."""
         with self._lock:
-            if rank in self._workers:
+            if self._workers.get(rank) is worker:
                 self._versions[rank] = version
 
     def without(self, version: Version) -> dict[int, Any]:
@@ -66,14 +67,14 @@ class WeightReceivers:
             newest = max(self._versions.values(), default=None)
             return {rank: self._workers[rank] for rank in sorted(self._versions) if self._versions[rank] == newest}
 
-    def replies(self, asked: Mapping[int, Any], what: str, timeout_s: float | None) -> dict[int, Any]:
+    def replies(
+        self, workers: Mapping[int, Any], asked: Mapping[int, Any], what: str, timeout_s: float | None
+    ) -> dict[int, Any]:
         """The replies of those that reply. One that does not within `timeout_s` is killed, since it may be between two
-        states. Raises what a worker raised."""
+        states. Raises what a worker raised. workers: those that were asked, which may have been replaced since."""
         import ray
         from ray.exceptions import RayActorError
 
-        with self._lock:
-            workers = dict(self._workers)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         replies, waiting = {}, {ref: rank for rank, ref in asked.items()}
         while waiting:
@@ -103,7 +104,7 @@ class WeightReceivers:
             if not parts:
                 break
             asked = {rank: workers[rank].validate.remote(step, part, num_parts) for rank, part in parts.items()}
-            found = self.replies(asked, f"the validation after step {step}", None)
+            found = self.replies(workers, asked, f"the validation after step {step}", None)
             results |= {parts[rank]: reply for rank, reply in found.items()}
         if len(results) < max(num_parts, 1):
             self.note(f"no rollout worker is left, so there is no validation after step {step}")
@@ -247,7 +248,7 @@ class RayWeights:
         """Wait until every worker that still runs has the current bucket."""
         num_sent = 1
         while (bucket := self._in_flight) is not None:
-            replies = self._replies(bucket.asked, version)
+            replies = self._replies(self._receiving, bucket.asked, version)
             gone = bucket.asked.keys() - replies.keys()
             self._receiving = {rank: worker for rank, worker in self._receiving.items() if rank not in gone}
             rejections = {rank: why for rank, why in replies.items() if why is not None}
@@ -270,17 +271,17 @@ class RayWeights:
         self, workers: Mapping[int, Any], version: Version, num_buckets: int | None, hashes: Mapping[str, str]
     ) -> None:
         asked = {rank: worker.load.remote(version, num_buckets) for rank, worker in workers.items()}
-        for rank, receipt in self._replies(asked, version).items():
+        for rank, receipt in self._replies(workers, asked, version).items():
             check_receipt(receipt, version, hashes, f" of worker {rank}")
-            self._rollout_workers.loaded(rank, version)
+            self._rollout_workers.loaded(rank, workers[rank], version)
         self.confirmed = version
 
-    def _replies(self, asked: Mapping[int, Any], version: Version) -> dict[int, Any]:
+    def _replies(self, workers: Mapping[int, Any], asked: Mapping[int, Any], version: Version) -> dict[int, Any]:
         what = f"weights of step {version.step}"
         on = ", ".join(f"worker {rank}" for rank in asked)
         try:
             with self._waits("training", what, on=on):
-                return self._rollout_workers.replies(asked, f"the {what}", self._timeout_s)
+                return self._rollout_workers.replies(workers, asked, f"the {what}", self._timeout_s)
         except UserError:
             raise
         except ValueError as err:

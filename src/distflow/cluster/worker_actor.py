@@ -23,13 +23,13 @@ from distflow.launch.run_start_and_end import Start, model_lines, note_end, note
 from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.save_and_restore import check_same_facts, restore, set_generators
-from distflow.runtime.engine_watch import write_stacks
 from distflow.runtime.resources import ModelSizes, build_resources
+from distflow.runtime.rollout_loop.engine_watch import write_stacks
 from distflow.runtime.run_reporter import Recorder, ReportingProcess
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker import Worker
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.runtime.worker_place_and_dp_groups import Place, kept_share, own_device
-from distflow.runtime.worker_ports_and_inputs import WorkerInputs
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from distflow.errors import UserError
 from distflow.launch.run_start_and_end import DRIVER, Start, find_start, resume_hint
 from distflow.observe.run_reader import read_events
 from distflow.observe.writing.run_folder import RunFolder, claim_again
-from distflow.runtime.engine_watch import STACKS
+from distflow.runtime.rollout_loop.engine_watch import STACKS
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_place_and_dp_groups import MissingDevice, Place
 

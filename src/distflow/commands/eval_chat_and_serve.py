@@ -66,7 +66,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
             with importing():
                 from distflow.launch.make_spec import make_spec
                 from distflow.launch.without_run.evaluate import evaluate
-                from distflow.runtime.rollout_services import try_rewards
+                from distflow.runtime.rollout_loop.rollout_services import try_rewards
             spec = make_spec(loaded, say=say)
             for line in try_rewards(spec):
                 say(line)

@@ -323,17 +323,19 @@ def _extra_info(values: Mapping[str, object], columns: Columns, is_conversation:
 
 
 def plain(value: object) -> JSON:
-    """The value as JSON, for reward functions, ledgers and saved batches. Dates become ISO texts."""
+    """The value as JSON, for reward functions, ledgers and saved batches. Dates become ISO texts, sets sorted lists:
+    their own order differs between processes."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple | set):
-        return [plain(entry) for entry in value]
+        entries = [plain(entry) for entry in value]
+        return sorted(entries, key=repr) if isinstance(value, set) else entries
     if isinstance(value, date | time):
         return value.isoformat()
     if isinstance(value, Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
+        return int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
     if callable(tolist := getattr(value, "tolist", None)):
         return plain(tolist())  # numpy scalars and arrays
     return repr(value)[:1000]

@@ -104,7 +104,6 @@ def truncated(ids: Sequence[int], max_tokens: int, side: str) -> Sequence[int]:
 
 
 _CHUNK_ROWS = 512
-_PLACE = "{prompt}"
 
 
 def encode_rows(
@@ -163,8 +162,6 @@ def _within(rows: Sequence[RawRow], options: PromptOptions) -> tuple[Sequence[Ra
 
 
 def _check_options(tokenizer: PreTrainedTokenizerBase, rows: Sequence[RawRow], options: PromptOptions) -> None:
-    if options.prompt_template is not None and _PLACE not in options.prompt_template:
-        raise UserError(f"data.prompt_template has no {_PLACE} in it: {options.prompt_template!r}")
     chat = any(_is_chat(row, options) for row in rows)
     if chat and not getattr(tokenizer, "chat_template", None):
         why = "data.prompt_format=chat" if options.prompt_format == "chat" else "the prompts are chat messages"

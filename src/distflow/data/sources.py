@@ -26,7 +26,7 @@ from distflow.data.task_folders import has_tasks, read_task_folders
 from distflow.data.task_packages import read_records
 from distflow.errors import UserError, blaming, missing_path
 from distflow.hub_id_or_local_path import unreachable
-from distflow.import_target import load_function
+from distflow.import_target import load_function, users_code
 from distflow.observe.crash_safe_files import write_atomically
 from distflow.untrusted_files import (
     COMPRESSIONS,
@@ -121,7 +121,8 @@ def _rows_of_function(target: str, file: Path, key: str, wanted: int) -> Iterato
     with blaming(key):
         function = cast(Callable[[], object], load_function(target))
     if metadata_of(file).get(b"source") != identity.encode():
-        texts = json_lines(function(), source=source, key=key, wanted=wanted, max_rows=MAX_ROWS)
+        with users_code(f"{key}: {source} raised", passes=UserError):
+            texts = json_lines(function(), source=source, key=key, wanted=wanted, max_rows=MAX_ROWS)
         table = pyarrow.table({"row": pyarrow.array(texts, pyarrow.string())})
         table = table.replace_schema_metadata({"source": identity, "fingerprint": _fingerprint(texts)})
         write_arrow(file, table.schema, table.to_batches(max_chunksize=CHUNK_ROWS))

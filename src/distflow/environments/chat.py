@@ -13,8 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard
 
-from distflow.data.episode_event_hook import note_event
-from distflow.data.sample import Owner, Segment
+from distflow.data.sample import Owner, Segment, note_event
 from distflow.errors import UserError, hint
 
 if TYPE_CHECKING:  # it imports torch, which the processes of tools and environments should not

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from distflow.data.episode_event_hook import on_token
 from distflow.data.messages import check_unicode
+from distflow.data.sample import on_token
 from distflow.environments.chat import Chat, Reply
 from distflow.environments.tool_calls import find_tool_calls, format_of, marks_of_calls, text_before_calls
 from distflow.environments.tools import typed_argument

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
-from distflow.data.episode_event_hook import note_event
+from distflow.data.sample import note_event
 from distflow.environments import builtin_tools, mcp_tools, tools_in_user_process
 from distflow.environments.builtin_tools import BUILTIN_TOOLS, PYTHON_SESSION
 from distflow.environments.chat import Chat, Reply

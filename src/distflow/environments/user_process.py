@@ -27,7 +27,7 @@ from tempfile import TemporaryFile
 from typing import Any, NoReturn, cast
 
 from distflow.data import global_random_states
-from distflow.data.episode_event_hook import note_event
+from distflow.data.sample import note_event
 from distflow.errors import UserError, users_place
 from distflow.import_target import load
 

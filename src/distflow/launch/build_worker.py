@@ -15,14 +15,14 @@ from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.compiled_node import Contexts, compile_steps
 from distflow.runtime.reshard_columns import ColumnReshard
 from distflow.runtime.resources import Offload
-from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
-from distflow.runtime.rollout_services import RolloutServices
+from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop
+from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.run_errors_and_limits import ErrorShare, GroupFailures
 from distflow.runtime.validation import ValidationRunner, Validator
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.runtime.worker_parts import WorkerParts
-from distflow.runtime.worker_ports_and_inputs import WorkerInputs
 
 
 def build_worker(inputs: WorkerInputs) -> Worker:

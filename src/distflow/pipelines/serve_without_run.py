@@ -12,8 +12,7 @@ from socket import socket
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config
-from distflow.data.episode_event_hook import on_token
-from distflow.data.sample import Segment
+from distflow.data.sample import Segment, on_token
 from distflow.environments.chat import Chat, Limits
 from distflow.environments.endpoint import Endpoint
 from distflow.environments.endpoint_calls_and_conversations import Answer, Call, Conversations

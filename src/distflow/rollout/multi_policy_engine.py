@@ -43,10 +43,6 @@ class MultiPolicyRollout:
         return sum(getattr(engine, "num_generated_tokens", 0) for engine in self._engines.values())
 
     @property
-    def shares_weights(self) -> bool:
-        return all(getattr(self._engines[policy], "shares_weights", False) for policy in self._trained)
-
-    @property
     def repeats_draws(self) -> bool:
         return all(getattr(engine, "repeats_draws", True) for engine in self._engines.values())
 

@@ -1,14 +1,31 @@
 """Columns between dp groups: a node of one dp group writes them and a node of another reads them in the same step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from distflow.data.batch import Batch
 from distflow.graph import BoundPipeline
 from distflow.planning.plan import Plan, dp_groups_of
 from distflow.runtime.worker_place_and_dp_groups import with_samples
-from distflow.runtime.worker_ports_and_inputs import ReshardPort
 from distflow.scheduling.reshard_matching import Key
+
+
+class ReshardPort(Protocol):
+    """Between nodes of one dp group and nodes of another that read their columns."""
+
+    def put(self, key: Key, batch: Batch, writer: int, num_writers: int) -> None:
+        """Put this writer's samples of a step, possibly none; the step is complete once all `num_writers` have.
+
+        Waits while too much is stored. Raises ReshardError for an invalid step, or the error that ended another rank.
+        """
+
+    def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Batch:
+        """The samples of these uids, in that order, in separate memory; each of `num_ranks` picks its own.
+
+        Waits until the step is complete. Raises ReshardError if it cannot be completed any more, or the error that
+        ended another rank.
+        """
 
 
 @dataclass(frozen=True)

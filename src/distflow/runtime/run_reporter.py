@@ -31,9 +31,9 @@ from distflow.observe.writing.terminal_view import TerminalView
 from distflow.observe.writing.timing import COLLECTIVE, DATA, PhaseTimer, Wait, Waits
 from distflow.observe.writing.trackers import TrackedFinding, TrackedRun, open_trackers
 from distflow.rollout.engine import take_activity
+from distflow.runtime.rollout_loop.user_calls import Callbacks, Caller
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import DECODED, DECODED_S, sample_rows, scores
-from distflow.runtime.user_calls import Callbacks, Caller
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -72,12 +72,13 @@ class Worker:
         """
         with self._recorder.phases("audit"):
             self._parts.auditor.loop_begins()
+        validated: Mapping[str, float] = {}
         while not self._stop.wanted:
             with self._recorder.profiled(self.step + 1):
                 step = self.take()
                 rewards = self.reward_metrics(step.reward_counts if step is not None else RewardCounts())
                 if step is None:
-                    self._end(self.step)
+                    validated = self._end(self.step)
                     break
                 if self._spec.options.free_cache_engine:
                     self._parts.services.release_engine()
@@ -85,6 +86,9 @@ class Worker:
                     step.batch, measured = node(step.batch, ctx)
                     step.measured.append(measured)
                 self.finish(step.batch, {**step.metrics, **self._measured(step), **rewards})
+        if self._spec.data.saves and self._saved_at < self.step:  # a signal may have come just after the step
+            assert self._released is not None, "a step that is not saved yet was released"
+            self._save(self._released, validated, last=True)
         return self.step
 
     def serve(self) -> int:
@@ -283,15 +287,13 @@ class Worker:
             self._parts.auditor.end_decided(step - 1, metrics, ends)
         return ends
 
-    def _end(self, step: int) -> None:
-        """No step is left, even if step `step` was not known to be the last, because no later group succeeded."""
+    def _end(self, step: int) -> dict[str, float]:
+        """No step is left, even if step `step` was not known to be the last, because no later group succeeded. Returns
+        the metrics of its validation."""
         if self._ports.everyone.rank == 0:
             self._metric_stop.report_missing()
-        plan = self._spec.data
-        validated = self.validation.validate(step) if plan.validates and self.validation.step < step else {}
-        if plan.saves and self._saved_at < step:
-            assert self._released is not None, "a step that is not saved yet was released"
-            self._save(self._released, validated, last=True)
+        is_due = self._spec.data.validates and self.validation.step < step
+        return self.validation.validate(step) if is_due else {}
 
     def _rollout_ended(self, rollout_nodes: "Future[None]") -> None:
         """Whatever ends the rollout loop must wake the trainer, which would otherwise wait for groups forever.

@@ -9,12 +9,12 @@ from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.compiled_node import Contexts, Step
 from distflow.runtime.reshard_columns import ColumnReshard
 from distflow.runtime.resources import Offload
-from distflow.runtime.rollout_loop import RolloutLoop
-from distflow.runtime.rollout_services import RolloutServices
+from distflow.runtime.rollout_loop.group_tasks import RolloutLoop
+from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.run_errors_and_limits import ErrorShare
 from distflow.runtime.validation import ValidationRunner
 from distflow.runtime.weight_sync.sender import WeightSync
-from distflow.runtime.worker_ports_and_inputs import WorkerInputs
+from distflow.runtime.worker_inputs import WorkerInputs
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ CASES = (
     Case(
         f"{ROLLOUT}.num_threads",
         f"{ROLLOUT}.num_threads=3",
-        "threads that generate (tests/runtime/test_taking_turns.py counts them)",
+        "threads that generate (tests/runtime/rollout_loop/test_taking_turns.py counts them)",
         rollout_threads_are,
         given=("async.max_staleness=1",),
         look=the_spec,

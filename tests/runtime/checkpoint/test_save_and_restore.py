@@ -14,14 +14,15 @@ from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.checkpoint.save_and_restore import (
     changed_lengths,
     check_same_facts,
+    copy_of_state,
     load_queued,
     merge_node_states,
     restore,
     saved_parts,
     set_generators,
 )
-from distflow.runtime.group_record import finished_group
 from distflow.runtime.resources import build_resources
+from distflow.runtime.rollout_loop.group_samples_and_columns import finished_group
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import GroupState, PromptGroup
@@ -109,6 +110,41 @@ def test_what_ranks_keep_is_that_of_the_first_but_of_updates_each_has_those_of_i
         AUDIT_STATE: {"updates": {"actor": 5, "critic": 4}, "reference": [1]},
     }
     assert merge_node_states([{}, {}]) == {}
+
+
+@pytest.mark.parametrize(
+    ("kept", "shown"),
+    [
+        (torch.tensor(1.5), r"tensor\(1.5000\)"),
+        ([{"seen": {3}}], r"\{3\}"),
+        ({"of_rows": {7: 1}}, "7"),
+        ((1, 2), r"\(1, 2\)"),
+        (np.int64(3), "3"),
+    ],
+)
+def test_a_state_that_a_resumed_run_would_not_have_is_refused_by_the_name_of_its_node(kept: object, shown: str) -> None:
+    with pytest.raises(UserError, match=f"node 'mine' has .*{shown}.* in its ctx.state, which no checkpoint can hold"):
+        copy_of_state({"fine": {"n": [1, 2.5, None, "a", True, float("nan")]}, "mine": {"kept": kept}})
+
+
+class Changes:
+    """Is copied while a node of the rollout loop puts one key in place of another."""
+
+    def __init__(self, state: dict[str, object]) -> None:
+        self._state, self._num_copies = state, 0
+
+    def __deepcopy__(self, memo: object) -> int:
+        self._num_copies += 1
+        if self._num_copies == 1:
+            del self._state["before"]
+            self._state["after"] = 2
+        return 1
+
+
+def test_a_state_whose_keys_change_while_it_is_copied_is_copied_again() -> None:
+    state: dict[str, object] = {"before": 1}
+    state["last"] = Changes(state)
+    assert copy_of_state({"mine": state}) == {"mine": {"last": 1, "after": 2}}
 
 
 def test_weights_data_or_tokens_that_are_not_those_of_before_are_refused_and_another_machine_is_told(

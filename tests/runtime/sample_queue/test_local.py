@@ -12,7 +12,7 @@ from distflow.data.batch import Batch
 from distflow.data.sample import Segment
 from distflow.errors import UserError
 from distflow.observe.writing.timing import Waits
-from distflow.runtime.group_record import finished_group
+from distflow.runtime.rollout_loop.group_samples_and_columns import finished_group
 from distflow.runtime.run_errors_and_limits import Failure, NoProgress, UserNoProgress
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import DroppedGroup, Released, TrainingStep
@@ -380,3 +380,17 @@ def test_the_end_of_the_data_and_of_the_steps_is_none_for_every_rank(num_ranks: 
     releases = [on_thread(lambda rank=rank: driven.queue.release(0, rank, True)) for rank in ranks]  # type: ignore[misc]
     assert all(ended(thread) and outcome[0].finished for thread, outcome in releases)
     assert [driven.queue.take(1, rank) for rank in ranks] == [None] * num_ranks
+
+
+def test_a_loop_whose_thread_has_ended_meanwhile_is_not_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may close between any check and the call."""
+    driven = Driven(max_staleness=1)
+
+    async def ask_once() -> None:
+        async for _ in driven.queue.prompt_groups(lambda: 0):
+            return
+
+    asyncio.run(ask_once())
+    assert driven.queue._loop is not None and driven.queue._loop.is_closed()
+    monkeypatch.setattr(driven.queue._loop, "is_closed", lambda: False)
+    driven.queue.pause(True)

@@ -224,6 +224,19 @@ def test_all_ranks_hear_of_newcomers_at_the_same_place_and_before_any_has_a_part
     assert not isinstance(shared.queue.take_step(0, 0), NewWorkers), "the other one has its part already"
 
 
+def test_no_rank_hears_of_newcomers_once_another_may_know_that_no_step_is_left() -> None:
+    """It would send weights together with ranks that do something else now."""
+    shared = queue(DpGroupShares((0, 1)))
+    for rank in range(2):
+        taken(shared, rank)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda rank: shared.release(0, rank, True), range(2)))
+    shared.end_run("enough")
+    assert shared.take_step(1, 0) is None
+    shared.announce_new_workers()
+    assert shared.take_step(1, 1) is None
+
+
 class Counted(SharedSampleQueue[PromptGroup]):
     """Counts how often a worker asks for groups."""
 

@@ -13,7 +13,7 @@ from distflow.errors import TrustError
 from distflow.observe.writing.timing import Waits
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.engine_weights import stripe_hashes
-from distflow.runtime.loop_thread import LoopThread
+from distflow.runtime.rollout_loop.loop_thread import LoopThread
 from distflow.runtime.weight_sync import sender
 from distflow.runtime.weight_sync.receiver import WeightReceiver
 from distflow.runtime.weight_sync.same_process_weights import StreamedWeights

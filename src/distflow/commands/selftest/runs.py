@@ -45,7 +45,7 @@ from distflow.runtime.checkpoint.files import LATEST
 from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
 from distflow.runtime.early_stop_and_signals import Interrupted
 from distflow.runtime.fault_injection import VARIABLE, Fault
-from distflow.runtime.group_record import Group
+from distflow.runtime.rollout_loop.group_samples_and_columns import Group
 from distflow.runtime.run_reporter import load_groups
 from distflow.runtime.spec import Launch, Spec
 

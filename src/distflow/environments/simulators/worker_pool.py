@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from distflow.data.episode_event_hook import on_event
+from distflow.data.sample import on_event
 from distflow.environments.simulators import protocol
 from distflow.environments.simulators.protocol import Observation, from_json
 from distflow.environments.user_process import CallFailed, ProcessEnded, ProcessServer, UserProcess

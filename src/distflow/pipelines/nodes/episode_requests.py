@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from distflow.data.episode_event_hook import on_token
-from distflow.data.sample import Segment
+from distflow.data.sample import Segment, on_token
 from distflow.environments.chat import Chat, ChatError
 from distflow.pipelines.nodes.rollout_reward_filter import policy_segment
 from distflow.rollout.engine import ActionHead, GenerateRequest, Generation, RolloutEngine, SamplingParams
-from distflow.runtime.group_record import Group
-from distflow.runtime.user_calls import deadline_paused
+from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.rollout_loop.user_calls import deadline_paused
 
 _SHARES_WITHIN_S = 0.01
 """How long a group's first request waits for those of its other episodes, with which it shares the prefill."""

@@ -16,8 +16,8 @@ from distflow.data.batch import Batch
 from distflow.graph import SCORE_FIELDS, NodeOutput, NodeRole, Pipeline, node, node_factory
 from distflow.graph.fields import register_field
 from distflow.pipelines.nodes.rollout_reward_filter import num_needed
-from distflow.runtime.group_record import rows_by_group
 from distflow.runtime.judge_engine import Judge
+from distflow.runtime.rollout_loop.group_samples_and_columns import rows_by_group
 from distflow.runtime.run_errors_and_limits import TooManyErrors
 from distflow.training.engine import Collective
 from distflow.training.torch_engine import RewardModelScorer

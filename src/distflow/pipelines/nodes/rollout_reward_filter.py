@@ -27,7 +27,7 @@ from distflow.rewards.reward_results import ACC, Score
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine
 from distflow.runtime.compiled_node import NodeContext
-from distflow.runtime.group_record import Group
+from distflow.runtime.rollout_loop.group_samples_and_columns import Group
 
 REJECTED = "rejected"
 RESPONSE_FIELDS = ("responses", "response_ids", "response_mask", "versions", "finish_reason", "truncated", "valid")

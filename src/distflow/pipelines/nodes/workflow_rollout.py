@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.builtin_names import WORKFLOWS
 from distflow.config import Config
 from distflow.config.compose.unknown_and_unused_keys import peek, plain
-from distflow.data.episode_event_hook import note_event, on_event
-from distflow.data.sample import LIMIT_REASONS, Sample, Segment
+from distflow.data.sample import LIMIT_REASONS, Sample, Segment, note_event, on_event
 from distflow.environments.chat import Chat, Limits, Reply
 from distflow.environments.turn_encoding import TurnTokens
 from distflow.environments.workflows import Workflow, load_workflow, make_workflow, row_of
@@ -29,8 +28,8 @@ from distflow.rewards.reward_results import ACC, OF_WORKFLOW, Error, Score, in_e
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rollout.engine import RolloutEngine, SamplingParams
 from distflow.runtime.compiled_node import NodeContext
-from distflow.runtime.group_record import Group
-from distflow.runtime.user_calls import DeadlinePassed, deadline_paused
+from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.rollout_loop.user_calls import DeadlinePassed, deadline_paused
 
 _SINGLE_TURN, _LONGEST_TURN_S = "single_turn", 1e6
 _DRAWN_AT = attrgetter("drawn_at")

@@ -19,8 +19,8 @@ from distflow.runtime.checkpoint.checkpoint_store import Checkpoint
 from distflow.runtime.checkpoint.files import CheckpointError, is_sharded, own_shards, shard_name
 from distflow.runtime.checkpoint.find_checkpoint import as_list, ways_to_start
 from distflow.runtime.compiled_node import NodeState
-from distflow.runtime.group_record import finished_group, rows_by_group
 from distflow.runtime.resources import Resources
+from distflow.runtime.rollout_loop.group_samples_and_columns import finished_group, rows_by_group
 from distflow.runtime.sample_queue.protocol import FinishedGroup, ResumePoint
 from distflow.runtime.spec import Spec
 from distflow.scheduling.snapshot import restored
@@ -211,10 +211,29 @@ def merge_node_states(states: Sequence[NodeState]) -> NodeState:
 
 
 def copy_of_state(state: NodeState) -> NodeState:
-    """A copy. Nodes of the rollout loop may run meanwhile; a state that changes while copied is copied again."""
+    """A copy. Nodes of the rollout loop may run meanwhile; a state that changes while copied is copied again. Raises
+    UserError for a state that JSON cannot represent or would change, so that a resumed run would have another one."""
     while True:
         try:
-            return copy.deepcopy(state)
+            copied = copy.deepcopy(state)
+            break
         except RuntimeError as err:
-            if "changed size" not in str(err):
+            if "during iteration" not in str(err):
                 raise
+    for node, own in copied.items():
+        if node != AUDIT_STATE and (fault := _not_json(own)):
+            raise UserError(
+                f"node '{node}' has {fault[0]!r:.100} in its ctx.state, which no checkpoint can hold: use str as keys, "
+                "lists instead of tuples and sets, and plain numbers instead of tensors and arrays"
+            )
+    return copied
+
+
+def _not_json(value: object) -> list[object]:
+    """The first value within it that is no JSON value, or a key that is not a str; empty if there is none."""
+    if value is None or isinstance(value, str | int | float):
+        return []
+    if isinstance(value, dict):
+        odd = [key for key in value if not isinstance(key, str)]
+        return odd or next(filter(None, map(_not_json, value.values())), [])
+    return next(filter(None, map(_not_json, value)), []) if isinstance(value, list) else [value]

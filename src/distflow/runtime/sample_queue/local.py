@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
 from distflow.data.batch import Batch
 from distflow.runtime.sample_queue.protocol import NewWorkers, TrainingStep
@@ -44,5 +45,6 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
 
     def _wake_loop(self) -> None:
         """Have `prompt_groups` check again; from any thread."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._event.set)
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it is closed, maybe only now by its thread
+                self._loop.call_soon_threadsafe(self._event.set)

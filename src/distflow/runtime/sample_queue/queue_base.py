@@ -334,8 +334,10 @@ class SharedSampleQueue(Generic[T]):
         return self._failure is not None or self._workers.is_gone(worker)
 
     def _must_hear_of_new_workers(self, rank: int, in_parts: bool) -> bool:
-        """Whether to inform this rank of new workers now. in_parts: also within a step. Inside the lock."""
-        if self._new_workers_wait and (in_parts or self._divided_step < self._coordinator.step):
+        """Whether to inform this rank of new workers now. in_parts: also within a step. Not after the last step, whose
+        end some ranks may know already: those would not send with the others. Inside the lock."""
+        may_begin = not self._coordinator.finished and (in_parts or self._divided_step < self._coordinator.step)
+        if self._new_workers_wait and may_begin:
             self._new_workers_wait, self._uninformed_ranks = False, set(range(self._num_ranks))
         uninformed = rank in self._uninformed_ranks
         self._uninformed_ranks.discard(rank)

@@ -12,7 +12,7 @@ from distflow.errors import TrustError
 from distflow.observe.writing.timing import Waits
 from distflow.rollout.engine import RolloutEngine, WeightReceipt
 from distflow.runtime import fault_injection
-from distflow.runtime.rollout_services import RolloutServices
+from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.weight_sync.bucket_files import SentBucket, Spoiled, hash_of, pack
 from distflow.runtime.weight_sync.protocol import Bucket, Detach, Receive
 from distflow.scheduling.group_states import Version

@@ -20,9 +20,9 @@ from distflow.rewards.reward_results import Error, RewardResult, Score
 from distflow.rewards.router import RewardOutcome
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Stream, WeightReceipt
 from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
-from distflow.runtime.group_record import Group
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop, SubmissionGate
+from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop, SubmissionGate
 from distflow.runtime.run_errors_and_limits import GroupFailures, UserNoProgress
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.scheduling.group_states import GroupState, PromptGroup, Version
@@ -198,7 +198,7 @@ def test_whatever_a_node_does_costs_its_own_group_only() -> None:
     assert asyncio.run(fill(plane, LocalSampleQueue(counted, Waits()), 3)) == [[0, 3], [6, 7], [8, 9]]
     ends = plane.events.ended
     assert isinstance(ends, Ends) and ends[0] == "complete" and ends[4] == "dull"
-    assert ends[1].startswith("error: node 'x' raised KeyError: 'one' (at test_rollout_loop.py:")
+    assert ends[1].startswith("error: node 'x' raised KeyError: 'one' (at test_group_tasks.py:")
     assert ends[2].startswith("error: node 'x' raised SystemExit: 2")
     assert ends[5].startswith("error: node 'x' returned something that does not fit")
     assert counted.checked_counts().dropped == {"error": 3, "dull": 1}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from distflow.rollout.engine import Stretch
-from distflow.runtime.rollout_services import HostThread
+from distflow.runtime.rollout_loop.rollout_services import HostThread
 
 WITHIN_S = 60
 
@@ -221,7 +221,7 @@ def test_a_debugger_gets_through_what_comes_after() -> None:
 import sys
 from concurrent.futures import Future
 from threading import Thread
-from distflow.runtime.rollout_services import HostThread
+from distflow.runtime.rollout_loop.rollout_services import HostThread
 
 host, waited, lines = HostThread(), Future(), []
 

@@ -14,10 +14,10 @@ import torch
 
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.engine import GenerateResult, Generation
-from distflow.runtime.engine_watch import Deadline, EngineHangs
-from distflow.runtime.loop_thread import LoopBlocked
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_services import RolloutServices
+from distflow.runtime.rollout_loop.engine_watch import Deadline, EngineHangs
+from distflow.runtime.rollout_loop.loop_thread import LoopBlocked
+from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import generate_all, make_engine, make_model, prompt_of, request_of, run_all
 

@@ -24,9 +24,9 @@ from distflow.rewards.router import RewardRouter
 from distflow.rewards.startup_checks import Solution, find_solution, run_self_check, self_check_scores, try_solutions
 from distflow.rollout.engine import Hosted, RolloutEngine, Stretch
 from distflow.runtime.early_stop_and_signals import leave_at_once
-from distflow.runtime.engine_watch import STACKS, Deadline, EngineHangs, WatchedEngine
-from distflow.runtime.loop_thread import LEAVES_WITHIN_S, LoopGivenUp, LoopThread, on_a_thread
 from distflow.runtime.resources import Resources
+from distflow.runtime.rollout_loop.engine_watch import STACKS, Deadline, EngineHangs, WatchedEngine
+from distflow.runtime.rollout_loop.loop_thread import LEAVES_WITHIN_S, LoopGivenUp, LoopThread, on_a_thread
 from distflow.runtime.spec import Spec
 
 NUM_CHECKED_ROWS = 16

@@ -9,8 +9,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from distflow.runtime import loop_thread
-from distflow.runtime.loop_thread import LoopBlocked, LoopEnded, LoopThread
+from distflow.runtime.rollout_loop import loop_thread
+from distflow.runtime.rollout_loop.loop_thread import LoopBlocked, LoopEnded, LoopThread
 
 
 async def double(number: int) -> int:

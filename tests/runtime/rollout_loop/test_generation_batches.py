@@ -15,13 +15,13 @@ from distflow.graph import BoundNode, Drop, node
 from distflow.observe.writing.timing import Waits
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation
 from distflow.runtime.compiled_node import compile_steps
-from distflow.runtime.group_record import Group
-from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop, SubmissionGate
+from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop, SubmissionGate
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import Version
 from tests.runtime.groups import bound, context, coordinator, samples, waiting_group
-from tests.runtime.test_rollout_loop import Ends, fill
+from tests.runtime.rollout_loop.test_group_tasks import Ends, fill
 
 
 class CountingEngine:

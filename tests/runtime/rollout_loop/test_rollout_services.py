@@ -7,7 +7,7 @@ import pytest
 
 from distflow.rewards.router import RewardRouter
 from distflow.runtime.resources import Resources, build_resources
-from distflow.runtime.rollout_services import RolloutServices
+from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from tests.e2e.runs import Playground
 from tests.rewards.routers import pids_of
 

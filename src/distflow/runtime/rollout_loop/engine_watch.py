@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +21,8 @@ from typing import Any, Final
 from torch import Tensor
 
 from distflow.errors import count_of
-from distflow.rollout.engine import (
-    Activity,
-    GenerateRequest,
-    GenerateResult,
-    RolloutEngine,
-    WeightReceipt,
-    server_metrics,
-    take_activity,
-)
-from distflow.runtime.loop_thread import LoopGivenUp
+from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, WeightReceipt
+from distflow.runtime.rollout_loop.loop_thread import LoopGivenUp
 from distflow.scheduling.group_states import Version
 
 STACKS: Final = "stacks.txt"
@@ -78,19 +70,9 @@ class WatchedEngine:
     def version(self) -> Version:
         return self._engine.version
 
-    @property
-    def num_generated_tokens(self) -> int:
-        """The engine's count; 0 for an engine that does not count."""
-        return getattr(self._engine, "num_generated_tokens", 0)
-
-    @property
-    def num_tokens_of_version(self) -> Mapping[int, int]:
-        """The engine's counts by weight version; empty for an engine that does not count."""
-        return getattr(self._engine, "num_tokens_of_version", {})
-
-    @property
-    def is_shared(self) -> bool:
-        return getattr(self._engine, "is_shared", False)
+    def __getattr__(self, name: str) -> Any:
+        """What only some engines have, such as counts and a log of their activity."""
+        return getattr(self._engine, name)
 
     async def __aenter__(self) -> "WatchedEngine":
         threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
@@ -131,13 +113,6 @@ class WatchedEngine:
         with self._asking(f"{what} step {version.step}"):
             return await self._engine.load_weights(version, weights)
 
-    def take_activity(self) -> list[Activity]:
-        """The engine's activity since the last call; empty if it does not record it."""
-        return take_activity(self._engine)
-
-    def server_metrics(self) -> dict[str, float]:
-        return server_metrics(self._engine)
-
     @contextmanager
     def _asking(self, what: str, while_paused: bool = True) -> Iterator[None]:
         asked = _Asked(what, time.time(), while_paused)
@@ -173,7 +148,7 @@ class WatchedEngine:
         return sorted(owed, key=lambda asked: asked.since)
 
     def _signs_of_life(self) -> tuple[int, int]:
-        return self._num_replies, self.num_generated_tokens
+        return self._num_replies, getattr(self._engine, "num_generated_tokens", 0)
 
     def _given_up(self, waiting: list[_Asked]) -> EngineHangs:
         oldest, more = waiting[0], len(waiting) - 1

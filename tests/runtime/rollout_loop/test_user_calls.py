@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from distflow.data import global_random_states
-from distflow.runtime.user_calls import DeadlinePassed, PlainCalls, deadline_paused, run_async
+from distflow.runtime.rollout_loop.user_calls import DeadlinePassed, PlainCalls, deadline_paused, run_async
 from tests.patience import at_some_deadline
 
 Work = Callable[[], Awaitable[Any]]

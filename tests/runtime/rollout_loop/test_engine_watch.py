@@ -14,9 +14,9 @@ import pytest
 from torch import Tensor
 
 from distflow.rollout.engine import GenerateRequest, GenerateResult, SamplingParams, Stream, WeightReceipt
-from distflow.runtime.engine_watch import Deadline, EngineHangs
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_services import RolloutServices
+from distflow.runtime.rollout_loop.engine_watch import Deadline, EngineHangs
+from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.scheduling.group_states import Version
 from tests.forks import forks
 

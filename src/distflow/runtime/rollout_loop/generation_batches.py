@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from distflow.runtime.user_calls import PlainCalls
+from distflow.runtime.rollout_loop.user_calls import PlainCalls
 from distflow.scheduling.group_states import Places, PromptGroup
 
 GroupTask = asyncio.Task[None]

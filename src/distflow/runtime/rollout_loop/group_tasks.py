@@ -20,13 +20,13 @@ from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngi
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps, episode_results, score_samples
-from distflow.runtime.generation_batches import EarlyStop, Rounds, cancel
-from distflow.runtime.group_record import Group, accuracy_of, finished_group
 from distflow.runtime.resources import Resources
+from distflow.runtime.rollout_loop.generation_batches import EarlyStop, Rounds, cancel
+from distflow.runtime.rollout_loop.group_samples_and_columns import Group, accuracy_of, finished_group
+from distflow.runtime.rollout_loop.user_calls import PlainCalls, deadline_paused
 from distflow.runtime.run_errors_and_limits import Failure, NodeError
 from distflow.runtime.sample_queue.protocol import AbortedGroups, DroppedGroup, SampleQueuePort
 from distflow.runtime.spec import Spec
-from distflow.runtime.user_calls import PlainCalls, deadline_paused
 from distflow.scheduling.group_states import GroupState, PromptGroup, Version
 
 group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)

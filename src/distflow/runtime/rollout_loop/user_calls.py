@@ -23,7 +23,7 @@ from distflow.data import global_random_states
 from distflow.errors import UserError
 from distflow.import_target import LoadError, is_async, users_code
 from distflow.observe.writing.timing import group_waits
-from distflow.runtime.loop_thread import on_a_thread
+from distflow.runtime.rollout_loop.loop_thread import on_a_thread
 
 T = TypeVar("T")
 Work = Coroutine[Any, Any, T]

@@ -8,7 +8,7 @@ import pytest
 
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams, Stream
 from distflow.runtime.audit_protocol import GroupRecorder
-from distflow.runtime.rollout_loop import SubmissionGate, group_task
+from distflow.runtime.rollout_loop.group_tasks import SubmissionGate, group_task
 
 
 class Engine:

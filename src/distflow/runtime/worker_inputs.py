@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from distflow.data.batch import Batch
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint, CheckpointStore
 from distflow.runtime.compiled_node import NodeState
 from distflow.runtime.early_stop_and_signals import Stop
+from distflow.runtime.reshard_columns import ReshardPort
 from distflow.runtime.resources import Resources
 from distflow.runtime.run_reporter import Recorder
 from distflow.runtime.sample_queue.protocol import SampleQueuePort
@@ -15,25 +14,7 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import ValidationResults
 from distflow.runtime.weight_sync.protocol import WeightPort
 from distflow.scheduling.group_states import Version
-from distflow.scheduling.reshard_matching import Key
 from distflow.training.engine import Collective
-
-
-class ReshardPort(Protocol):
-    """Between nodes of one dp group and nodes of another that read their columns."""
-
-    def put(self, key: Key, batch: Batch, writer: int, num_writers: int) -> None:
-        """Put this writer's samples of a step, possibly none; the step is complete once all `num_writers` have.
-
-        Waits while too much is stored. Raises ReshardError for an invalid step, or the error that ended another rank.
-        """
-
-    def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Batch:
-        """The samples of these uids, in that order, in separate memory; each of `num_ranks` picks its own.
-
-        Waits until the step is complete. Raises ReshardError if it cannot be completed any more, or the error that
-        ended another rank.
-        """
 
 
 @dataclass(frozen=True)

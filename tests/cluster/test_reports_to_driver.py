@@ -1,0 +1,45 @@
+"""Reports on their way to the driver: none is lost, however slow the user's callbacks are."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from distflow.cluster import reports_to_driver
+from distflow.cluster.reports_to_driver import DriverOutput, Message, MessageQueue
+from distflow.observe.writing.terminal_view import TerminalView
+from distflow.runtime.rollout_loop.user_calls import Callbacks, Caller
+
+
+def test_counts_that_change_with_every_group_push_no_callback_out() -> None:
+    messages = MessageQueue()
+    messages.append_in_order("worker", 0, "on_step", 1, {})
+    for number in range(20_000):
+        messages.replace("queue", number, 0, 0)
+    assert messages.fetch(0.0) == [("queue", (19_999, 0, 0)), ("on_step", (1, {}))]
+    assert messages.fetch(0.0) == []
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_at_the_end_all_reports_are_shown(monkeypatch: pytest.MonkeyPatch, is_asked: bool) -> None:
+    """One reply has only some of them. A request that is under way then may have come back without any."""
+
+    def settled(found: list[Message]) -> Future[list[Message]]:
+        reply: Future[list[Message]] = Future()
+        reply.set_result(found)
+        return reply
+
+    queued, told = MessageQueue(), list[int]()
+    for step in range(200):
+        queued.append_in_order("worker", step, "on_step", step, {"text": "a" * 1000})
+    coordinator = SimpleNamespace(messages=SimpleNamespace(remote=lambda timeout_s: settled(queued.fetch(timeout_s))))
+    monkeypatch.setattr(reports_to_driver, "reply_of", lambda ref, number: ref.result())
+
+    def on_step(step: int, metrics: Any) -> None:
+        told.append(step)
+
+    output = DriverOutput(cast(TerminalView, None), Caller(Callbacks(on_step), print), 0.0)
+    output._asked = settled([]) if is_asked else None
+    output.show(coordinator, last=True)
+    assert told == list(range(200))
