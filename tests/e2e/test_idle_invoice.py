@@ -16,7 +16,7 @@ from distflow.observe.report.doctor import read_charges
 from distflow.observe.report.idle_invoice import Charge
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from tests.e2e.runs import Playground
-from tests.environments.test_tool_workflow import Callers
+from tests.environments.test_tools_of_a_workflow import Callers
 
 pytestmark = pytest.mark.slow
 SLEEP, STEPS = 4.0, 2

@@ -21,8 +21,8 @@ from distflow.environments.workflows import Row
 from distflow.errors import UserError
 from distflow.observe.run_reader import read_samples
 from tests.data.test_task_folders import make
-from tests.environments import test_tool_workflow
-from tests.environments.test_tool_workflow import FAMILIES, Callers, Policy
+from tests.environments import test_tools_of_a_workflow
+from tests.environments.test_tools_of_a_workflow import FAMILIES, Callers, Policy
 
 TEST = """
 if [ "$(cat answer)" = "$RIGHT" ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
@@ -161,7 +161,7 @@ def test_rows_of_other_data_are_refused(tmp_path: Path) -> None:
 def test_a_run_over_task_folders_trains_and_masks_episodes_whose_tests_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(test_tool_workflow, "CALL", call(WRITES))
+    monkeypatch.setattr(test_tools_of_a_workflow, "CALL", call(WRITES))
     playground = Callers(tmp_path)
     for number in range(4):
         broken = number == 3

@@ -11,7 +11,7 @@ from distflow.config.keys.schema import schema_keys
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.rewards.router import RewardRouter
-from distflow.rewards.startup_checks import run_self_check
+from distflow.rewards.startup_checks import run_startup_checks
 from tests.rewards.routers import make_router
 
 SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
@@ -21,7 +21,7 @@ def judged(functions: dict, response: str) -> dict[str, float]:
     sample = Sample("0-0", 0, [Segment("prompt", (1,)), Segment("environment", (1,))], response=response)
 
     async def ask(router: RewardRouter) -> dict[str, float]:
-        await run_self_check(router)
+        await run_startup_checks(router)
         (judgement,) = await router([sample])
         assert judgement.reward_result.value == sum(
             judgement.scores()[part.name] * part.weight for part in router.functions_of("default")

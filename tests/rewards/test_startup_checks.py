@@ -9,7 +9,7 @@ import pytest
 from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.errors import UserError
 from distflow.rewards import startup_checks
-from distflow.rewards.startup_checks import known_cases, run_self_check, self_check_faults, self_check_scores
+from distflow.rewards.startup_checks import known_cases, run_startup_checks, self_check_faults, startup_check_scores
 from tests.rewards.routers import make_router
 
 NOT_KNOWN = (CUSTOM_REWARD, "judge", "model", "verifiers")  # their cases
@@ -22,7 +22,7 @@ SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
 def test_every_built_in_has_good_and_bad_cases_and_passes_them():
     assert all(len({case.expected for case in known_cases(name)}) > 1 for name in BUILTIN)
     with make_router({"default": [(name, 1.0) for name in BUILTIN]}, **SETTINGS) as router:
-        asyncio.run(run_self_check(router))
+        asyncio.run(run_startup_checks(router))
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_a_verifier_that_judges_wrongly_is_named(tmp_path, monkeypatch, body):
     monkeypatch.setitem(REWARDS, "math", replace(REWARDS["math"], target=f"{tmp_path / 'broken.py'}:compute_score"))
     refused = pytest.raises(RuntimeError, match="the reward function 'math' does not work here")
     with make_router({"default": [("math", 1.0)]}, **SETTINGS) as router, refused:
-        asyncio.run(run_self_check(router))
+        asyncio.run(run_startup_checks(router))
 
 
 def test_a_hang_is_killed_at_its_deadline():
@@ -59,9 +59,9 @@ def test_answers_that_are_no_ground_truth_are_found_before_the_run():
             ("default", 63.0, {}),
             ("text", "Paris", {}),
         ]
-        asyncio.run(self_check_scores(router, good))
-        asyncio.run(self_check_scores(router, [*good, ("default", None, {})]))
+        asyncio.run(startup_check_scores(router, good))
+        asyncio.run(startup_check_scores(router, [*good, ("default", None, {})]))
         with pytest.raises(UserError, match="2 of 3 answers of domain 'default' .*data.answer_key"):
             asyncio.run(
-                self_check_scores(router, [("default", None, {}), ("default", {"a": 1}, {}), ("default", "7", {})])
+                startup_check_scores(router, [("default", None, {}), ("default", {"a": 1}, {}), ("default", "7", {})])
             )

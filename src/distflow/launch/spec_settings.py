@@ -109,9 +109,9 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
     goes_elsewhere = any("rollout" in rank.engines and not rank.training_nodes for rank in plan.ranks)
     takes_turns = has_engine and not goes_elsewhere and config.async_.max_staleness == 0
     has_deadline = any(not (node.contract.is_async and is_ours(node.fn)) for node in pipeline.rollout_nodes)
-    run_self_check = trust.check_rewards if "reward_fn" in pipeline.services else False
+    run_startup_checks = trust.check_rewards if "reward_fn" in pipeline.services else False
     own, data = partial(own_setting, config), config.data
-    checked = ("", *data.domains) if run_self_check else ()
+    checked = ("", *data.domains) if run_startup_checks else ()
     return RunOptions(
         seed=trainer.seed,
         update_frequency=config.actor_rollout_ref.actor.model_update_frequency if has_engine else 1,
@@ -140,7 +140,7 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
         audit_freq=trust.audit_freq,
         profiled_steps=config.profiler.steps if config.profiler.enable else (),
         on_mismatch=trust.on_mismatch if has_engine else "warn",
-        run_self_check=run_self_check,
+        run_startup_checks=run_startup_checks,
         solution_columns={name: (own(name, data, "solution_key"), own(name, data, "answer_key")) for name in checked},
         max_error_rate=used_if(is_scored).reward.max_error_rate,
         max_skipped=trust.max_skipped_updates,

@@ -40,7 +40,7 @@ class Solution(NamedTuple):
     extra_info: Mapping[str, object]
 
 
-async def run_self_check(router: "RewardRouter") -> None:
+async def run_startup_checks(router: "RewardRouter") -> None:
     """Score the `CASES` of every built-in that the router uses, and check that a hang is killed at its deadline.
 
     Raises RuntimeError naming the reward function, the case and the result: the installation is at fault, not the
@@ -100,7 +100,9 @@ async def self_check_faults() -> None:
         )
 
 
-async def self_check_scores(router: "RewardRouter", rows: Iterable[tuple[str, object, Mapping[str, object]]]) -> None:
+async def startup_check_scores(
+    router: "RewardRouter", rows: Iterable[tuple[str, object, Mapping[str, object]]]
+) -> None:
     """Each row's own answer, in a box, must score 1, or else a wrong data.answer_key would give all a reward of 0.
 
     rows: (domain, ground truth, extra info) of some rows. Raises UserError with the first failing answer if more than

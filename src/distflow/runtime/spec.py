@@ -122,7 +122,7 @@ class RunOptions:
     audit_freq: int
     profiled_steps: tuple[int, ...]
     on_mismatch: str
-    run_self_check: bool
+    run_startup_checks: bool
     solution_columns: Mapping[str, tuple[str | None, str]]
     max_error_rate: float
     max_skipped: int

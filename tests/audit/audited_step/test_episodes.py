@@ -18,7 +18,7 @@ from distflow.pipelines.nodes import rollout_reward_filter, workflow_rollout
 from distflow.rewards.router import RewardRouter
 from distflow.scheduling.curriculum_and_difficulty_filter import Skips
 from tests.e2e.runs import REWARD, Playground
-from tests.environments.test_tool_workflow import Callers
+from tests.environments.test_tools_of_a_workflow import Callers
 from tests.environments.test_training import Games, saved
 from tests.rewards.test_judge_reward import reward_result
 from tests.rewards.test_judge_reward import server as server

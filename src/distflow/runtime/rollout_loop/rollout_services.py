@@ -21,7 +21,13 @@ from distflow.rewards.adversarial_responses import NUM_ROWS, notes_of
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.reward_check import Row, call_first
 from distflow.rewards.router import RewardRouter
-from distflow.rewards.startup_checks import Solution, find_solution, run_self_check, self_check_scores, try_solutions
+from distflow.rewards.startup_checks import (
+    Solution,
+    find_solution,
+    run_startup_checks,
+    startup_check_scores,
+    try_solutions,
+)
 from distflow.rollout.engine import Hosted, RolloutEngine, Stretch
 from distflow.runtime.early_stop_and_signals import leave_at_once
 from distflow.runtime.resources import Resources
@@ -178,7 +184,7 @@ class RolloutServices:
         solutions of the data, and for trivial responses that score; None tries neither.
         """
         options = spec.options
-        check_rewards = partial(_check_rewards, spec, note) if options.run_self_check else None
+        check_rewards = partial(_check_rewards, spec, note) if options.run_startup_checks else None
         timeout_s = options.engine_timeout_s
         stacks = spec.run_dir / STACKS if writes_stacks else None
         deadline = Deadline(timeout_s, stacks) if timeout_s is not None else None
@@ -252,9 +258,9 @@ class RolloutServices:
 async def _check_rewards(spec: Spec, note: Note | None, reward_fn: RewardRouter) -> None:
     """Test on known solutions, on the ground truths of the first rows and, given a `note`, on reference solutions and
     trivial responses."""
-    await run_self_check(reward_fn)
+    await run_startup_checks(reward_fn)
     rows = _first_rows(spec, NUM_CHECKED_ROWS)
-    await self_check_scores(reward_fn, [(row.domain, row.ground_truth, row.extra_info or {}) for row in rows])
+    await startup_check_scores(reward_fn, [(row.domain, row.ground_truth, row.extra_info or {}) for row in rows])
     if note is not None:
         solutions = _first_solutions(spec, reward_fn)
         for warning in await try_solutions(reward_fn, solutions, SOLUTIONS_WITHIN_S):
@@ -270,7 +276,7 @@ def try_rewards(spec: Spec) -> list[str]:
     one gives no score; returns notes. Skipped if workers have their own environment variables, which the functions may
     read."""
     trainer = spec.config.trainer
-    if not spec.options.run_self_check or trainer.worker_env or trainer.worker_roles:
+    if not spec.options.run_startup_checks or trainer.worker_env or trainer.worker_roles:
         return []
     return call_first(RewardSettings.of(spec.config), map(_checked_row, _first_rows(spec, NUM_CHECKED_ROWS)))
 
