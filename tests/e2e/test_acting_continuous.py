@@ -15,7 +15,7 @@ from distflow.errors import TrustError
 from distflow.models import log_probs
 from distflow.models.log_probs import ActionHead
 from distflow.observe.run_reader import read_samples
-from distflow.rollout import hf
+from distflow.rollout import hf_engine as hf
 from distflow.rollout.engine import Generation
 from distflow.runtime.run_errors_and_limits import TooManyErrors
 from distflow.training import torch_engine
