@@ -2,5 +2,5 @@
 computes everything.
 
 `decode_step.py` calls `decode.c` and `draw.c`, with weights packed by `weight_layout.py`; `training_layer.py` calls
-`attend.c`, `before.c`, `after.c` and `between.c`.
+`packed_attention.c`, `before.c`, `after.c` and `between.c`.
 """

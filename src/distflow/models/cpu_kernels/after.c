@@ -1,5 +1,5 @@
 /* What a decoder layer makes of what attention mixed: output, norm, gated MLP and residuals; and its gradient. See
-   `layer.py`. */
+   `training_layer.py`. */
 
 #include <stdint.h>
 #include <string.h>

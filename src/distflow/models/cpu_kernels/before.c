@@ -1,4 +1,4 @@
-/* What attention is given by a decoder layer: norm, projections, rotation; and its gradient. See `layer.py`. */
+/* What attention is given by a decoder layer: norm, projections, rotation; and its gradient. See `training_layer.py`. */
 
 #include <stdint.h>
 #include <string.h>

@@ -1,5 +1,5 @@
 /* What stands between the products of a decoder layer: residuals and norms, heads and their rotation, the gate; and their
-   gradients. See `between.py`. halves: what products take and make is in bfloat16, else in float32. */
+   gradients. See `training_layer.py`. halves: what products take and make is in bfloat16, else in float32. */
 
 #include <stdint.h>
 #include <string.h>

@@ -13,7 +13,7 @@
 
 #include "exponential.h"
 #include "gate.h"
-#include "halves.h"
+#include "bfloat16_matmul.h"
 #include "norm.h"
 #include "products.h"
 #include "threads.h"

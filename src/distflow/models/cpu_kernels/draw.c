@@ -1,4 +1,4 @@
-/* The next token of each row, see `draw.py`. */
+/* The next token of each row, see `decode_step.py`. */
 
 #include <math.h>
 #include <omp.h>

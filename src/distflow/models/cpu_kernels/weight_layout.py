@@ -17,7 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from distflow.models.cpu_kernels.build import NotNative, addresses, counts
 
 MAKERS = ("torch.nn.", "transformers.")
-PAIRS_UNIT = 32  # `halves.h`: rows of pairs are padded to a multiple of it
+PAIRS_UNIT = 32  # `bfloat16_matmul.h`: rows of pairs are padded to a multiple of it
 KINDS = ("Linear", "Embedding", "RMSNorm", "MLP", "Attention", "SiLU", "SiLUActivation", "DecoderLayer", "Model")
 """Suffixes of the class names of known modules. Others may compute anything, and so may those with a `forward` from
 other packages."""

@@ -1,4 +1,4 @@
-/* Causal attention of packed sequences, and its gradient, see `attend.py`.
+/* Causal attention of packed sequences, and its gradient, see `training_layer.py`.
 
    A task is a sequence and one of its key-value heads, whose keys and values are brought together in the layouts that
    products want. Queries go by blocks, whose weights are made as a whole: a row of them is as long as its sequence. What
