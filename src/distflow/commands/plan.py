@@ -226,7 +226,7 @@ def as_json(planner: "RunPlanner", simulated: "SimulatedRun | None") -> Mapping[
     }
 
 
-_SCRIPTS = ("text", "step", "timeline", "plan")
+_SCRIPTS = ("text", "pipeline_graph", "timeline", "plan")
 
 
 def write_plan_page(path: Path, plan: Mapping[str, Any]) -> None:
