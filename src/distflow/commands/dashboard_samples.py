@@ -135,6 +135,7 @@ class SamplesIndex:
         counts = ", ".join(f"count(*) filter (where {condition})" for condition in _WHICH.values())
         numbers = "count(*), sum(n), sum(scored), min(low), max(high), bool_or(has_error or has_timeout)"
         cursor, files = self._connection.cursor(), self._files()
+        num_files = len(self._read)  # before the counts, which a file read meanwhile may then exceed but not miss
         number, responses, scored, lowest, highest, fails, *which = cursor.execute(
             f"select {numbers}, {counts} from groups"
         ).fetchall()[0]
@@ -143,7 +144,7 @@ class SamplesIndex:
             "num_shown": number,
             "num_groups": number,
             "num_responses": responses or 0,
-            "num_files": len(self._read),
+            "num_files": num_files,
             "all_files": len(files),
             "is_scored": bool(scored or fails),
             "domains": [domain for (domain,) in domains],
