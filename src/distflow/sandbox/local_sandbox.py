@@ -150,7 +150,7 @@ def _start_checked(name: LevelName) -> ForkServer:
 
 
 def _read_result(program: Program, ask: Callable[[], bytes]) -> Any:
-    """The value of a result, as `inside.program` writes it. Raises Raised, Broken, SandboxFault."""
+    """The value of a result, as `inside.forked_program` writes it. Raises Raised, Broken, SandboxFault."""
     try:
         body = ask()
         if body.startswith(_VALUE):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.scheduling.reshard_exchange import Key, Reshard, ReshardError
+from distflow.scheduling.reshard_writers_to_readers import Key, Reshard, ReshardError
 
 STEP = Key("rollout to actor", 3, 2)
 Object = tuple[str, ...]  # what a reference stands for: its uids
