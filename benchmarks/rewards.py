@@ -28,10 +28,10 @@ from distflow.builtin_names import REWARDS
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.code.reward import score_program
+from distflow.rewards.load_and_call_reward_functions import FAILS_TARGET
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
-from distflow.rewards.reward_functions import FAILS_TARGET
 from distflow.rewards.reward_results import RewardResult, Score
-from distflow.sandbox.sandbox import LEVELS, Sandbox
+from distflow.sandbox.local_sandbox import LEVELS, Sandbox
 
 STEP = 1024
 TIMEOUT_S = 10.0

@@ -19,7 +19,7 @@ What profiling found (1 M parameters, 256 rows, 2 cores):
   instead of 9.8 ms at 64 tokens, and 14 instead of 29 at 512, where the memory's speed is what is left: fetching values
   while keys are read gained a third there. A rollout in a run: 1.1 → 0.65 s fixed, 2.5 to 3.0 → 1.0 to 1.2 s on long
   tails, of which half is the native step and a tenth the draw and what it hands on; the rest is Python, token by token.
-- In bfloat16 the native step multiplies pairs of bfloat16 by one instruction (`native/halves.h`): a step of 10 M takes
+- In bfloat16 the native step multiplies pairs of bfloat16 by one instruction (`bfloat16_matmul.h`): 10 M take
   0.31 ms with one row, 4.9 with 64 and 19 with 256, by torch 3.8, 8.8 and 22. With weights widened to float32 as they
   are read it was 0.48, 9.7 and 36.
 - Where there is AMX (Intel), one instruction multiplies tiles of 16 × 32 and 32 × 16, and oneDNN makes use of it for

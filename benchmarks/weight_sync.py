@@ -24,8 +24,8 @@ import ray
 import torch
 from torch import Tensor
 
+from distflow.cluster.collective_weight_transport import Pairs
 from distflow.cluster.weights_to_workers import RayWeights, WeightReceivers, put_in_store
-from distflow.cluster.worker_connections import Pairs
 from distflow.observe.writing.timing import Waits
 from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.engine_weights import stripe_hashes

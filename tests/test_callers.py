@@ -23,7 +23,7 @@ CALLED_FROM_OUTSIDE = {
     "observe/report/doctor_step_rules.py": ("_*",),  # rules of the doctor, by their decorator
     "rewards/code/assertion_process.py": ("Guard.visit_*",),  # ast
     "runtime/checkpoint/files.py": ("_Files.ls",),  # fsspec
-    "sandbox/server.py": ("Server.*", "_Handler.*"),  # socketserver and http.server
+    "sandbox/http_server.py": ("Server.*", "_Handler.*"),  # socketserver and http.server
     "scheduling/ledger.py": ("LedgerCounts.on_*",),  # by the record's kind
 }
 """Names by file, and in a comment who calls them."""

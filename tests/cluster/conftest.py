@@ -12,7 +12,13 @@ from distflow.runtime import fault_injection
 from distflow.runtime.fault_injection import Fault
 from tests.ray_cluster import ray_cluster
 
-WITHOUT_RAY = ("test_peer", "test_process_groups", "test_torch_collective", "test_slurm", "test_weights_by_collective")
+WITHOUT_RAY = (
+    "test_peer",
+    "test_process_groups",
+    "test_torch_collective",
+    "test_slurm",
+    "test_collective_weight_transport",
+)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from ray.actor import ActorHandle
 from distflow.cluster.reshard_through_object_store import RayReshard
 from distflow.data.batch import Batch
 from distflow.observe.writing.timing import Waits
-from distflow.scheduling.reshard_exchange import Key
+from distflow.scheduling.reshard_writers_to_readers import Key
 
 
 def made(first_group: int, num_groups: int, samples: int = 3) -> Batch:

@@ -15,8 +15,8 @@ import torch
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from torch import Tensor
 
+from distflow.cluster.collective_weight_transport import Pairs
 from distflow.cluster.weights_to_workers import RayWeights, WeightReceivers, put_in_store
-from distflow.cluster.worker_connections import Pairs
 from distflow.observe.writing.timing import Waits
 from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.engine_weights import copy_weights, stripe_hashes

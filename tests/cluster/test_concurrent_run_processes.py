@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 
 from tests.e2e.cli_runs import CliRun, Left, children_of, same_run
 from tests.e2e.runs import Playground
-from tests.launch.test_concurrent_runs import config_file
+from tests.launch.test_plan_concurrent_runs import config_file
 from tests.ledger_audit import verify
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 
 from distflow.cluster.reshard_through_object_store import SMALL_BYTES, ReshardActor
 from distflow.data.batch import Batch
-from distflow.scheduling.reshard_exchange import Key, ReshardError
+from distflow.scheduling.reshard_writers_to_readers import Key, ReshardError
 from tests.cluster.exchange_worker import Peer, made
 
 pytestmark = pytest.mark.slow

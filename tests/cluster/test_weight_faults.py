@@ -12,8 +12,8 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
+from distflow.cluster.collective_weight_transport import InPair
 from distflow.cluster.weights_to_workers import Stalled
-from distflow.cluster.worker_connections import InPair
 from distflow.errors import TrustError, UserError
 from distflow.observe.writing.timing import Wait, Waits
 from distflow.rollout.engine_weights import stripe_hashes

@@ -28,9 +28,9 @@ from distflow.commands.dashboard_samples import Texts
 from distflow.data.batch import Batch
 from distflow.observe.crash_safe_files import encode
 from distflow.observe.writing.run_folder import RunFolder
-from distflow.runtime.run_reporter import TOKEN_TEXTS, keep_groups
+from distflow.runtime.run_recorder import TOKEN_TEXTS, keep_groups
 from tests.commands.test_export_replay_report_why import write_run as write_ledger_run
-from tests.launch.plans.test_measured_run import write as write_measured_run
+from tests.launch.plans.test_rates_from_run_folder import write as write_measured_run
 from tests.observe.conftest import HOSTILE, write_asynchronous_run, write_run
 
 pytest.importorskip("duckdb", reason="the dashboard's samples need DuckDB (extra ui)")
@@ -140,7 +140,7 @@ def test_foreign_hosts_and_origins_are_refused(client: Client, headers: dict[str
 def test_only_get_is_answered_and_every_answer_forbids_foreign_content(client: Client) -> None:
     for method in ("POST", "PUT", "DELETE"):
         assert client.ask("/api/runs", method)[0] == 405
-    for path in ("/", "/api/runs", "/static/text.js", "/nothing", f"/overview?run={TINY}"):
+    for path in ("/", "/api/runs", "/static/dom.js", "/nothing", f"/overview?run={TINY}"):
         _, headers, text = client.ask(path)
         policy = headers["content-security-policy"]
         assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy

@@ -15,7 +15,7 @@ from distflow.launch.without_run import device_checks
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.sandbox import fork_server_client
 from distflow.sandbox.interface import INSTALL
-from distflow.sandbox.sandbox import probe
+from distflow.sandbox.local_sandbox import probe
 from tests.environments.test_chat import FAMILIES
 
 # Holds the folder as a run does, listens, and ends when its input does.

@@ -15,7 +15,7 @@ from distflow.cli import main
 from distflow.data.batch import Batch
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.planning.plan import RankPlan
-from distflow.runtime.run_reporter import keep_groups
+from distflow.runtime.run_recorder import keep_groups
 from tests.commands.test_export_replay_report_why import HOSTILE, write_run
 
 SHOWN = "\\x1b]0;owned\\x07\\u202egnp"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.cluster.worker_connections import Pairs
+from distflow.cluster.collective_weight_transport import Pairs
 from distflow.models.loading import load_model
 from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.engine_weights import EngineWeights, stripe_hashes
@@ -83,7 +83,7 @@ def test_an_engine_on_the_device_of_another_process_gets_them_bit_for_bit(tmp_pa
         assert events.counts[read] == len(list(model.parameters())) and events.bytes[read] == 8 * events.counts[read], (
             "checksums alone"
         )
-        assert sum(events.of("collective", "worker_connections").values()) == events.counts[read]
+        assert sum(events.of("collective", "collective_weight_transport").values()) == events.counts[read]
         worker.send(())
         assert worker.poll(DEADLINE_S) and worker.recv() == answers(model)
         assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -64,7 +64,9 @@ def waits_of_step(folder: Path, max_tokens: int, loss) -> Counter:
 @on_device
 def test_a_decode_step_waits_once() -> None:
     short, long = waits_of_response(20), waits_of_response(60)
-    assert (long - short).keys() == {("wait", "event", "rollout/embedded/cuda_request_lane.py CudaRequestLane.read")}
+    assert (long - short).keys() == {
+        ("wait", "event", "rollout/embedded/cuda_batch_asynchronous.py CudaRequestLane.read")
+    }
     assert (long - short).total() == 40
 
 

@@ -20,12 +20,12 @@ from distflow.launch import build_engines_on_worker
 from distflow.launch import engine_factories_from_config as engine_factories
 from distflow.pipelines.nodes import rollout_reward_filter
 from distflow.rewards import router
+from distflow.rewards.load_and_call_reward_functions import FAILS, call_arguments
 from distflow.rewards.pool.pool import RewardPool
-from distflow.rewards.reward_functions import FAILS, call_arguments
 from distflow.rewards.reward_results import Error, Score
 from distflow.rollout import engine_weights
 from distflow.rollout.embedded import engine as embedded_engine
-from distflow.rollout.embedded import request_lane
+from distflow.rollout.embedded import host_batch_plain_or_invariant
 from distflow.rollout.embedded import scheduler as sequences
 from distflow.runtime import compiled_node
 from distflow.runtime.compiled_node import Step
@@ -397,7 +397,7 @@ def unclipped(patch: Patch) -> None:
 
 
 def greedy_rollout(patch: Patch) -> None:
-    original = request_lane.sample
+    original = host_batch_plain_or_invariant.sample
 
     def planted(logits: torch.Tensor, rows: Any) -> Any:
         return original(logits * 50, rows)._replace(
@@ -406,7 +406,7 @@ def greedy_rollout(patch: Patch) -> None:
             )[:, 0]
         )
 
-    patch.setattr(request_lane, "sample", planted)
+    patch.setattr(host_batch_plain_or_invariant, "sample", planted)
 
 
 def drops_two_of_three(original: Any) -> Any:

@@ -88,7 +88,7 @@ ELSEWHERE = {
     "trainer.nnodes": "tests/planning/test_make_plan.py",
     "trainer.n_gpus_per_node": "tests/planning/test_make_plan.py",
     "trainer.allocation": "tests/planning/test_make_plan.py",
-    "trainer.plan_from": "tests/launch/plans/test_measured_run.py",
+    "trainer.plan_from": "tests/launch/plans/test_rates_from_run_folder.py",
     "profiler.enable": "tests/e2e/test_profiler.py",
     "profiler.steps": "tests/e2e/test_profiler.py",
     "trainer.devices": "tests/planning/test_make_plan.py",

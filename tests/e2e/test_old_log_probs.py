@@ -15,7 +15,7 @@ from distflow.errors import TrustError
 from distflow.graph import BoundPipeline
 from distflow.launch import select_pipeline
 from distflow.pipelines.nodes import objectives_from_config
-from distflow.pipelines.nodes.log_probs import score_policy
+from distflow.pipelines.nodes.log_probs_and_values import score_policy
 from distflow.training.torch_engine import TorchScorer
 from tests.e2e.runs import Playground, Run
 

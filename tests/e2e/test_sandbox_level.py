@@ -8,7 +8,7 @@ from distflow import load_run
 from distflow.observe.crash_safe_files import read_object
 from distflow.observe.report.build import report_data
 from distflow.observe.run_reader import read_samples, sample_splits
-from distflow.sandbox import sandbox
+from distflow.sandbox import local_sandbox
 from tests.e2e.runs import Playground
 
 SAVED = (
@@ -26,14 +26,14 @@ def test_the_level_is_in_the_runs_folder_and_a_resume_at_another_is_told(
     rows = [{"prompt": f"{i}=", "answer": {"inputs": ["1"], "outputs": [str(i)]}} for i in range(8)]
     ground.write_rows(rows)
     run = ground.run("grpo", *SAVED, "trainer.total_training_steps=1")
-    found = sandbox.probe().name
+    found = local_sandbox.probe().name
     assert read_object(run.folder / "run.json")["sandbox"] == found
     assert ["sandbox", found] in report_data(run.folder)["head"]
     assert {row["extra"]["code/sandbox"] for row in read_samples(run.folder, 1)} == {found}
-    (*_, weakest) = sandbox.LEVELS
+    (*_, weakest) = local_sandbox.LEVELS
     if found == weakest:
         pytest.skip("wants more than one level of the sandbox (Debian: apt-get install bubblewrap)")
-    monkeypatch.setattr(sandbox, "LEVELS", (weakest,))
+    monkeypatch.setattr(local_sandbox, "LEVELS", (weakest,))
     steps = ("trainer.total_training_steps=2",)
     run = ground.run("grpo", *SAVED, *steps)
     assert any(f"sandbox was {found} in the checkpoint and is {weakest} now" in note for note in run.notes("warning"))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from distflow.config import ConfigError, load_config
 from distflow.data.batch import Batch
 from distflow.environments.chat import Chat, Prompt, Reply
-from distflow.environments.workflows import Row, solver_checker
+from distflow.environments.workflow_loading_and_builtins import Row, solver_checker
 from distflow.errors import TrustError, UserError
 from distflow.rewards.reward_results import Error
 from distflow.rewards.router import RewardOutcome

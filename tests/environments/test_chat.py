@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from distflow.data.sample import Segment, on_token
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt
-from distflow.environments.turn_encoding import TemplateError, TurnTokens
+from distflow.environments.tokens_between_turns import TemplateError, TurnTokens
 from tests.data import chat_templates as of
 
 

@@ -16,8 +16,8 @@ import pytest
 from distflow.data.task_folders import HARBOR
 from distflow.environments.chat import Chat, Limits, Prompt
 from distflow.environments.harbor_workflow import HarborWorkflow
-from distflow.environments.turn_encoding import TurnTokens
-from distflow.environments.workflows import Row
+from distflow.environments.tokens_between_turns import TurnTokens
+from distflow.environments.workflow_loading_and_builtins import Row
 from distflow.errors import UserError
 from distflow.observe.run_reader import read_samples
 from tests.data.test_task_folders import make

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from distflow.environments.mcp_tools import mcp_schemas
-from distflow.environments.tool_calls import ToolCall
-from distflow.environments.tools import EpisodeTools, Tools, ToolWorkflow
+from distflow.environments.parse_tool_calls import ToolCall
+from distflow.environments.tool_workflow import EpisodeTools, Tools, ToolWorkflow
 from distflow.errors import UserError
-from tests.environments.test_tools import answers
+from tests.environments.test_tool_workflow import answers
 from tests.patience import at_some_deadline, is_running, wait_until
 
 pytest.importorskip("mcp", reason="wants mcp: make test-agents")

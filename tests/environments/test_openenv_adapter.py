@@ -15,7 +15,7 @@ import pytest
 
 from distflow.environments.environment_adapters import OpenEnv
 from distflow.environments.environment_workflow import EnvironmentWorkflow
-from distflow.environments.user_process import CallFailed
+from distflow.environments.user_code_process import CallFailed
 from distflow.errors import UserError
 from tests.environments.test_environment_workflow import given, play
 from tests.environments.test_training import WORKFLOW, Games

@@ -15,9 +15,9 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.environments.chat import Chat, Limits, Prompt
-from distflow.environments.tools import ToolWorkflow
-from distflow.environments.turn_encoding import TurnTokens
-from distflow.environments.workflows import Row
+from distflow.environments.tokens_between_turns import TurnTokens
+from distflow.environments.tool_workflow import ToolWorkflow
+from distflow.environments.workflow_loading_and_builtins import Row
 from distflow.errors import UserError
 from distflow.observe.run_reader import read_samples
 from tests.data.chat_templates import (

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.embedded.cuda_steps import DeviceOptions
-from distflow.rollout.embedded.paged_kv_cache import state_of, uniforms
+from distflow.rollout.embedded.cuda_decode_steps_and_graphs import DeviceOptions
+from distflow.rollout.embedded.paged_kv_and_draw_states import state_of, uniforms
 from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.rollout.stops_and_draws import uniforms as host_uniforms
 from tests.rollout.drive import generate_all, make_engine, make_model, prompt_of, request_of, run_all, with_engine

@@ -17,7 +17,7 @@ from distflow.models.lora import add_lora
 from distflow.models.packed_forward import attach_packed_forward, choose_attention, packed_hidden_states, runs_natively
 from distflow.models.shared_prefixes_and_buckets import shared_prefixes
 from distflow.training.torch_engine import checkpoint_activations
-from tests.models.cpu_kernels.test_step import VARIANTS, make
+from tests.models.cpu_kernels.test_decode_step import VARIANTS, make
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.skipif(not native.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")

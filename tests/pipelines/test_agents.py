@@ -14,10 +14,10 @@ from distflow.audit.recorded_step import samples_of
 from distflow.config import ConfigError, load_config
 from distflow.data.batch import Batch
 from distflow.environments.chat import Agents
-from distflow.environments.workflows import Row, load_workflow
+from distflow.environments.workflow_loading_and_builtins import Row, load_workflow
 from distflow.errors import UserError
 from distflow.graph import Node
-from distflow.graph.bind import bind_alone
+from distflow.graph.bind_to_config import bind_alone
 from distflow.pipelines.nodes import compute_advantage
 from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
 from distflow.rewards.reward_results import Error

@@ -19,7 +19,7 @@ from distflow.errors import UserError
 from distflow.graph import Drop, NodeOutput
 from distflow.pipelines.nodes import compute_reward, dynamic_sampling, greedy_baseline, train_actor, train_critic
 from distflow.pipelines.nodes.advantages import apply_kl_penalty
-from distflow.pipelines.nodes.log_probs import score_policy, score_proximal
+from distflow.pipelines.nodes.log_probs_and_values import score_policy, score_proximal
 from distflow.pipelines.nodes.rollout_reward_filter import generate, load_responses, reward_episodes, reward_samples
 from distflow.pipelines.nodes.updates import update
 from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout

@@ -8,8 +8,8 @@ import pytest
 from distflow.config.keys.reward import RewardPart
 from distflow.rewards.adversarial_responses import PROBE, Bounds, cheap_responses, find_cheap, notes_of
 from distflow.rewards.pool.domain_pools import Patience, RewardSettings
+from distflow.rewards.pool.faulty_test_functions import probe_target
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
-from distflow.rewards.pool.probes import probe_target
 from distflow.rewards.reward_check import Row
 from distflow.rewards.router import RewardRouter
 

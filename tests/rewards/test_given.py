@@ -10,8 +10,8 @@ import pytest
 
 from distflow.errors import UserError
 from distflow.import_target import LoadError, read_pickled
+from distflow.rewards.load_and_call_reward_functions import fingerprint_function, fingerprint_target, write_function
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
-from distflow.rewards.reward_functions import fingerprint_function, fingerprint_target, write_function
 from distflow.rewards.reward_results import Error, RewardResult, Score
 
 # As a notebook has it: functions of `__main__`, with what they refer to there.

@@ -8,8 +8,8 @@ import pytest
 
 from distflow.config import load_config
 from distflow.rewards.ifeval_reward import INSTRUCTIONS, compute_loose_score, compute_score, compute_share
+from distflow.rewards.load_and_call_reward_functions import load_reward
 from distflow.rewards.pool.domain_pools import RewardSettings
-from distflow.rewards.reward_functions import load_reward
 from distflow.rewards.text_plausibility import is_text
 
 DATA = Path(__file__).parents[4] / "shared" / "data" / "ifeval.jsonl"

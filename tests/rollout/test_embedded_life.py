@@ -12,7 +12,7 @@ from torch import nn
 
 from distflow.rollout import engine_weights
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.embedded.cuda_steps import DeviceOptions
+from distflow.rollout.embedded.cuda_decode_steps_and_graphs import DeviceOptions
 from distflow.rollout.engine import GenerateResult, Stretch
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.scheduling.group_states import Version

@@ -16,7 +16,7 @@ from distflow.errors import UserError
 from distflow.rollout.conformance import FIRST as FIRST_WEIGHTS
 from distflow.rollout.conformance import MAY_REFUSE, PROPERTIES, Bench, Finding, chance, check_engine, distribution
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.embedded.cuda_steps import DeviceOptions
+from distflow.rollout.embedded.cuda_decode_steps_and_graphs import DeviceOptions
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, RolloutEngine, SamplingParams
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.hf_engine import HFEngine

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distflow.models.cached_decoder import PromptKV
-from distflow.rollout.embedded.kv_cache import KVSlots, PromptCache
+from distflow.rollout.embedded.kv_slots_prompt_and_prefix_cache import KVSlots, PromptCache
 
 
 def prompt_kv(contexts: list[tuple[int, ...]]) -> PromptKV:

@@ -11,7 +11,7 @@ import torch
 from distflow.models.cached_decoder import DecoderView
 from distflow.models.packed_attention import BLOCK, attend_in_blocks
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.embedded.request_lane import LARGEST, tile_size
+from distflow.rollout.embedded.host_batch_plain_or_invariant import LARGEST, tile_size
 from distflow.rollout.engine import GenerateRequest, GenerateResult
 from tests.rollout.drive import (
     generate_all,

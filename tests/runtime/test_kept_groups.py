@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch
-from distflow.runtime.run_reporter import forget_groups, keep_groups, load_groups
+from distflow.runtime.run_recorder import forget_groups, keep_groups, load_groups
 
 
 def share(*prompt_groups: int) -> Batch:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from distflow.runtime import run_reporter
-from distflow.runtime.run_reporter import MemoryPeaks
+from distflow.runtime import run_recorder
+from distflow.runtime.run_recorder import MemoryPeaks
 from tests.e2e.runs import Playground
 
 MIB = 2**20
@@ -42,7 +42,7 @@ def test_a_phase_has_its_own_peak_and_the_process_that_of_all() -> None:
 def test_without_leave_to_reset_the_peak_there_is_that_of_the_process_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_reporter, "_CLEAR", tmp_path / "none" / "clear_refs")
+    monkeypatch.setattr(run_recorder, "_CLEAR", tmp_path / "none" / "clear_refs")
     peaks = MemoryPeaks()
     before = peaks.finish_step()["memory/process/peak"]
     hold(200 * MIB)
@@ -61,9 +61,9 @@ def test_a_run_records_the_phases_of_each_step(tmp_path: Path) -> None:
 
 
 def test_what_a_gpu_says_is_there_by_phase_and_nothing_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_reporter.read_gpu() == {} or torch.cuda.is_initialized()
+    assert run_recorder.read_gpu() == {} or torch.cuda.is_initialized()
     readings = iter([{"utilization": 0.25, "memory_used": 2.0**30}, {"utilization": 0.75, "memory_used": 2.0**31}, {}])
-    monkeypatch.setattr(run_reporter, "read_gpu", lambda: next(readings))
+    monkeypatch.setattr(run_recorder, "read_gpu", lambda: next(readings))
     peaks = MemoryPeaks()
     for phase in ("rollout", "train_step", "other"):
         peaks.charge(phase)
@@ -83,6 +83,6 @@ def test_a_gpu_that_cannot_be_asked_is_no_error(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (3, 8))
     monkeypatch.setattr(torch.cuda, "utilization", refuse)
-    assert run_reporter.read_gpu() == {}
+    assert run_recorder.read_gpu() == {}
     monkeypatch.setattr(torch.cuda, "utilization", lambda: 40)
-    assert run_reporter.read_gpu() == {"utilization": 0.4, "memory_used": 5.0}
+    assert run_recorder.read_gpu() == {"utilization": 0.4, "memory_used": 5.0}

@@ -12,7 +12,7 @@ from distflow.data.batch import Batch
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
-from distflow.runtime.resources import Offload
+from distflow.runtime.engines_and_services import Offload
 from distflow.runtime.spec import Offloads, Spec
 from distflow.training.engine import LossFn
 from distflow.training.torch_engine import FrozenWeights, TorchTrainEngine

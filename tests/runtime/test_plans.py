@@ -15,8 +15,8 @@ from distflow.launch.one_process_launcher import local_ports
 from distflow.planning.plan import Plan, RankPlan, check_plan, rank_plan
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.early_stop_and_signals import StopRequest
-from distflow.runtime.resources import Resources, build_resources
-from distflow.runtime.run_reporter import Recorder
+from distflow.runtime.engines_and_services import Resources, build_resources
+from distflow.runtime.run_recorder import Recorder
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.coordinator import Coordinator

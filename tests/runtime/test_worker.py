@@ -18,9 +18,9 @@ from distflow.observe.run_reader import read_metrics, read_samples, sample_steps
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore, Writing
 from distflow.runtime.checkpoint.files import read_manifest
 from distflow.runtime.early_stop_and_signals import StopRequest
-from distflow.runtime.resources import Resources, build_resources
+from distflow.runtime.engines_and_services import Resources, build_resources
 from distflow.runtime.run_errors_and_limits import NodeError
-from distflow.runtime.run_reporter import Recorder
+from distflow.runtime.run_recorder import Recorder
 from distflow.runtime.spec import Spec
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.runtime.worker import Worker

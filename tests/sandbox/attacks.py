@@ -195,8 +195,9 @@ for path in (
     "/proc/sysvipc/shm", "/proc/kcore", "/sys/kernel/notes", "/dev/mem", "/dev/tty", "/dev/vda", "/dev/ptmx",
     "/dev/kmsg",
     "/dev/shm/secret", "/proc/self/root/etc/passwd", "/proc/thread-self/environ", SECRET, "/../" + SECRET,
-    os.path.expanduser("~/.ssh/id_rsa"), "/root/.bashrc", PACKAGE + "/__init__.py", PACKAGE + "/sandbox/sandbox.py",
-    PACKAGE + "/../../pyproject.toml", SITE_PACKAGES + "/torch/__init__.py", "/distflow-source/distflow/__init__.py",
+    os.path.expanduser("~/.ssh/id_rsa"), "/root/.bashrc", PACKAGE + "/__init__.py",
+    PACKAGE + "/sandbox/local_sandbox.py", PACKAGE + "/../../pyproject.toml",
+    SITE_PACKAGES + "/torch/__init__.py", "/distflow-source/distflow/__init__.py",
 ):
     got(path, lambda: open(path, "rb").read(64))
     got("mapped " + path, lambda: __import__("mmap").mmap(os.open(path, os.O_RDONLY), 10, prot=1))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from distflow.sandbox.interface import Limits
-from distflow.sandbox.sandbox import LEVELS, Sandbox, probe
+from distflow.sandbox.local_sandbox import LEVELS, Sandbox, probe
 
 LIMITS = Limits(cpu_s=2.0, wall_s=20.0, memory_bytes=2**28)
 

@@ -9,7 +9,7 @@ from subprocess import Popen
 import pytest
 
 import distflow
-from distflow.sandbox.sandbox import Sandbox
+from distflow.sandbox.local_sandbox import Sandbox
 from tests.sandbox.attacks import FILES, PRELUDE, PROCESSES, USE, Attack
 from tests.sandbox.conftest import LIMITS
 

@@ -16,7 +16,7 @@ from distflow.sandbox.fork_server_client import LevelName
 from distflow.sandbox.inside import isolation
 from distflow.sandbox.inside.isolation import ALLOWED, CAPSET, CLONE3, FCNTL, IOCTL, PRLIMIT64, SECCOMP
 from distflow.sandbox.interface import Broken, SandboxFault
-from distflow.sandbox.sandbox import LEVELS, Sandbox, probe
+from distflow.sandbox.local_sandbox import LEVELS, Sandbox, probe
 from tests.sandbox.conftest import LIMITS
 from tests.sandbox.test_attacks import family
 
@@ -26,7 +26,7 @@ HEADERS = {
 }
 OWNER = """
 import sys, time
-from distflow.sandbox.sandbox import Sandbox
+from distflow.sandbox.local_sandbox import Sandbox
 sandbox = Sandbox(level=sys.argv[1])
 session = sandbox.open("import time\\ndef f(): time.sleep(100)")
 print(sandbox._server.pid, flush=True)

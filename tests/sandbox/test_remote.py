@@ -17,12 +17,12 @@ import pytest
 
 from distflow.errors import UserError
 from distflow.rewards.code.reward import compute_score, compute_share
+from distflow.sandbox import http_server as serving
 from distflow.sandbox import remote
-from distflow.sandbox import server as serving
+from distflow.sandbox.http_server import SandboxService, Server
 from distflow.sandbox.interface import Broken, Limits, Raised, RunResult, SandboxFault
+from distflow.sandbox.local_sandbox import Sandbox, probe
 from distflow.sandbox.remote import TOKEN, RemoteSandbox
-from distflow.sandbox.sandbox import Sandbox, probe
-from distflow.sandbox.server import SandboxService, Server
 from tests.sandbox.conftest import LIMITS
 
 TELLS_WHEN = "import time\nprint(time.monotonic())\ntime.sleep(0.2)\nprint(time.monotonic())"
@@ -149,7 +149,7 @@ def test_who_leaves_a_program_behind_leaves_nothing(local: Sandbox, monkeypatch:
     with served(local) as (url, service), RemoteSandbox(url, LIMITS) as there:
         session = there.open("def f(): return 1")
         assert session.call("f") == 1 and len(service._sessions) == 1
-        monkeypatch.setattr("distflow.sandbox.server.IDLE_S", 0.2)
+        monkeypatch.setattr("distflow.sandbox.http_server.IDLE_S", 0.2)
         deadline = time.monotonic() + 60
         while service._sessions and time.monotonic() < deadline:
             time.sleep(0.05)

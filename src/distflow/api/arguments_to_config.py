@@ -27,7 +27,10 @@ _FUNCTIONS = {
     "advantage": (ADV_ESTIMATOR, "distflow.algorithms.advantages.critic_free:compute_grpo_advantage"),
     "loss": (POLICY_LOSS, "distflow.algorithms.losses.clipped_ratio:compute_vanilla_loss"),
     "pipeline": ("dag.pipeline", "distflow.pipelines.grpo:grpo_pipeline"),
-    "workflow": ("actor_rollout_ref.rollout.workflow", "distflow.environments.workflows:single_turn"),
+    "workflow": (
+        "actor_rollout_ref.rollout.workflow",
+        "distflow.environments.workflow_loading_and_builtins:single_turn",
+    ),
 }
 """The key of each function argument, and its placeholder until the file is written."""
 _SPECIAL = re.compile(r"[\\()\[\]{}:=, \t]")
@@ -113,7 +116,7 @@ class PythonInputs:
                 raise UserError(f"{name} is {function!r:.80}: pass a function. Named ones are set with {key}")
         if self.reward is None:
             return
-        from distflow.rewards.reward_functions import find_fault, name_of
+        from distflow.rewards.load_and_call_reward_functions import find_fault, name_of
 
         if not callable(self.reward) or isinstance(self.reward, type):
             if isinstance(self.reward, list | tuple) and all(map(callable, self.reward)):
@@ -156,7 +159,7 @@ class PythonInputs:
     def with_files(self, loaded: Loaded) -> Loaded:
         """The checked config with the paths of the files to write. Raises UserError for a function that nothing would
         call."""
-        from distflow.rewards.reward_functions import name_of
+        from distflow.rewards.load_and_call_reward_functions import name_of
 
         config, keys = loaded.config, list[str]()
         for name in ("reward", "advantage", "loss", "workflow"):
@@ -189,7 +192,7 @@ class PythonInputs:
 
     def write(self, config: Config, resuming: bool, say: Callable[[str], None]) -> None:
         """Write the files. Raises UserError for data that cannot be written, and if a resumed run had other rows."""
-        from distflow.rewards.reward_functions import fingerprint_function, write_function
+        from distflow.rewards.load_and_call_reward_functions import fingerprint_function, write_function
 
         _folder(config).mkdir(mode=0o700, exist_ok=True)
         for key, file, rows in self._files(config):
@@ -206,8 +209,8 @@ class PythonInputs:
     def _functions(self, config: Config) -> Iterator[tuple[str, Path, str, Any]]:
         """(key, file, name, what is pickled) of each function except the reward: those passed, and the estimator and
         loss that the script registered."""
-        from distflow.launch.user_code_trust import entry_to_send
-        from distflow.rewards.reward_functions import name_of
+        from distflow.launch.user_code_named_in_config import entry_to_send
+        from distflow.rewards.load_and_call_reward_functions import name_of
 
         values = flatten(config)
         for argument, (key, _) in _FUNCTIONS.items():

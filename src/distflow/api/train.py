@@ -190,7 +190,7 @@ def train_several(runs: Mapping[str, Mapping[str, Any]], overrides: Overrides = 
     would run elsewhere. overrides: for all runs. Raises UserError or PipelineError for a mistake, before any run
     starts, and RuntimeError if one fails; the others continue to their end.
     """
-    from distflow.launch.concurrent_runs import SeveralOptions, check_side_by_side, run_several
+    from distflow.launch.plan_concurrent_runs import SeveralOptions, check_side_by_side, run_several
 
     known = ("preset_or_config", "overrides", *(field.name for field in fields(PythonInputs)))
     read_runs = dict[str, tuple[PythonInputs, Loaded, list[str]]]()

@@ -35,7 +35,7 @@ from distflow.observe.metrics import Measured
 from distflow.rewards.reward_results import RewardResult
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
 from distflow.runtime.compiled_node import NodeContext, Step
-from distflow.runtime.resources import Resources
+from distflow.runtime.engines_and_services import Resources
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_inputs import WorkerInputs

@@ -26,7 +26,7 @@ from distflow.models.lora import plain_name, unwrapped
 from distflow.models.model_paths_and_folder_checks import resolve_path
 from distflow.models.weight_fingerprint_and_soundness import bit_hash
 from distflow.runtime.audit_protocol import AUDIT_STATE
-from distflow.runtime.resources import Resources
+from distflow.runtime.engines_and_services import Resources
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.training.multi_policy_engine import models_of

@@ -12,8 +12,8 @@ from queue import Empty, SimpleQueue
 from signal import SIGTERM
 
 from distflow.cluster.remote_calls import WorkerDied
-from distflow.launch.concurrent_runs import Ended, PlannedRun, SeveralOptions
 from distflow.launch.device_and_threads import usable_cores
+from distflow.launch.plan_concurrent_runs import Ended, PlannedRun, SeveralOptions
 from distflow.runtime.early_stop_and_signals import SIGNALS, StopRequest, die_with, exit_status
 
 _LOOKS_EVERY_S = 0.5

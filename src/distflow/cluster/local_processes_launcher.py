@@ -26,7 +26,7 @@ from distflow.launch.run_start_and_end import Start, done_before, note_failure, 
 from distflow.observe.writing.run_folder import RunFolderError, wait_for_joined
 from distflow.runtime.early_stop_and_signals import StopRequest, die_with, leave_at_once
 from distflow.runtime.rollout_loop.engine_watch import STACKS
-from distflow.runtime.run_reporter import reported
+from distflow.runtime.run_recorder import reported
 from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
 from distflow.runtime.worker_place_and_dp_groups import Place
 

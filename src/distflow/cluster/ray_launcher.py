@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from distflow.errors import UserError
-from distflow.launch.concurrent_runs import Ended, PlannedRun, SeveralOptions
+from distflow.launch.plan_concurrent_runs import Ended, PlannedRun, SeveralOptions
 from distflow.launch.run_start_and_end import Start, done_before, starting
 from distflow.observe.report.build import write_report
 from distflow.planning.plan import Plan
-from distflow.runtime.run_reporter import reported
+from distflow.runtime.run_recorder import reported
 from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any
 from distflow.cluster.remote_calls import COORDINATOR, future_of, reply_of, shortened
 from distflow.observe.writing.terminal_view import TerminalView
 from distflow.runtime.rollout_loop.user_calls import Callbacks, Caller
-from distflow.runtime.run_reporter import make_view
+from distflow.runtime.run_recorder import make_view
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_place_and_dp_groups import Place
 

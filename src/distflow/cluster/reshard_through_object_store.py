@@ -17,7 +17,7 @@ from distflow.cluster.remote_calls import reply
 from distflow.data.batch import Batch
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.observe.writing.timing import Waits
-from distflow.scheduling.reshard_exchange import Key, Reshard, ReshardError, Share
+from distflow.scheduling.reshard_writers_to_readers import Key, Reshard, ReshardError, Share
 
 SMALL_BYTES = 2**20
 """A put of at most this size is stored before there is room for it, which saves a call."""

@@ -13,6 +13,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from distflow import __version__
 from distflow.cluster import remote_calls
 from distflow.cluster.coordinator_actor import CoordinatorActor, Progress
+from distflow.cluster.failure_causes_and_replacements import Blame, Replacements, start_again, with_resume_hint
 from distflow.cluster.process_groups import new_meeting, remove_meetings
 from distflow.cluster.ray_cluster import Bundle, bound_of, failed_process
 from distflow.cluster.remote_calls import WorkerDied
@@ -20,7 +21,6 @@ from distflow.cluster.reports_to_driver import DriverOutput, shown
 from distflow.cluster.reshard_through_object_store import ReshardActor
 from distflow.cluster.reward_actors import DeathWatch, start_reward_actors
 from distflow.cluster.worker_actor import BuildReport, WorkerActor, check_reports
-from distflow.cluster.worker_failures import Blame, Replacements, start_again, with_resume_hint
 from distflow.errors import UserError, count_of
 from distflow.launch.device_and_threads import places_of
 from distflow.launch.run_start_and_end import Start, done_before, note_failure, outcome_of

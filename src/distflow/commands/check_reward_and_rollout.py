@@ -68,11 +68,11 @@ def run_reward(arguments: argparse.Namespace) -> int:
     """Print what the reward function scored wrongly; returns 1 if there is anything. Runs its code."""
     from distflow.builtin_names import is_own
     from distflow.rewards.adversarial_responses import ASK_MODELS, NUM_ROWS, PROBE, find_cheap
+    from distflow.rewards.load_and_call_reward_functions import with_answer_key
     from distflow.rewards.pool.domain_pools import alone, is_large
+    from distflow.rewards.pool.faulty_test_functions import probe_target
     from distflow.rewards.pool.pool import PoolSettings, RewardPool
-    from distflow.rewards.pool.probes import probe_target
     from distflow.rewards.reward_check import check_reward, measure_agreement
-    from distflow.rewards.reward_functions import with_answer_key
 
     target = _target(arguments.reward, arguments.response_key is not None)
     answer_key = arguments.answer_key if is_own(arguments.reward) else "answer"
@@ -118,7 +118,7 @@ def _options(text: str) -> dict[str, object]:
 def _target(name: str, has_responses: bool) -> str:
     """Raises UserError for a built-in that does not compare with the answer if no responses are given."""
     from distflow.builtin_names import REWARDS
-    from distflow.rewards.reward_functions import custom_target, target_of
+    from distflow.rewards.load_and_call_reward_functions import custom_target, target_of
 
     if name in REWARDS:
         if not (REWARDS[name].needs_answer or has_responses or name == _JUDGE):

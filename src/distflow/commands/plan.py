@@ -226,14 +226,14 @@ def as_json(planner: "RunPlanner", simulated: "SimulatedRun | None") -> Mapping[
     }
 
 
-_SCRIPTS = ("text", "pipeline_graph", "timeline", "plan")
+_SCRIPTS = ("dom", "pipeline_graph", "timeline", "plan_page")
 
 
 def write_plan_page(path: Path, plan: Mapping[str, Any]) -> None:
     """plan: as `distflow plan --json` prints it. Raises UserError if the file cannot be written."""
     fits = bool(plan["fits"])
     words = {"title": plan["plan"]["pipeline"], "kind": "plan", "status": "fits" if fits else "does not fit"}
-    content = fill("plan.html", _SCRIPTS, _page_data(plan), {**words, "tone": "good" if fits else "bad"})
+    content = fill("plan_page.html", _SCRIPTS, _page_data(plan), {**words, "tone": "good" if fits else "bad"})
     try:
         write_atomically(path, content)
     except OSError as error:

@@ -33,9 +33,9 @@ def run_sandbox(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     """Serve until interrupted or terminated."""
+    from distflow.sandbox.http_server import SandboxService, Server
+    from distflow.sandbox.local_sandbox import Sandbox
     from distflow.sandbox.remote import TOKEN
-    from distflow.sandbox.sandbox import Sandbox
-    from distflow.sandbox.server import SandboxService, Server
 
     with Sandbox() as sandbox:
         service = SandboxService(sandbox, arguments.at_once)
@@ -53,7 +53,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     """Returns 0 if the program's exit status is 0. Its output goes to the same streams; the last line, on standard
     error, is ours."""
-    from distflow.sandbox.sandbox import Sandbox
+    from distflow.sandbox.local_sandbox import Sandbox
 
     code = _read(arguments.file)
     stdin = _read(arguments.stdin) if arguments.stdin else ""

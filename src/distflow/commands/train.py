@@ -148,7 +148,7 @@ def _train_several(commands: dict[str, list[str]], arguments: argparse.Namespace
         raise UserError("--resume is for a single run: write NAME:trainer.resume_mode=PATH")
     check_keys(arguments.allow_change)
     with importing():
-        from distflow.launch.concurrent_runs import SeveralOptions, run_several
+        from distflow.launch.plan_concurrent_runs import SeveralOptions, run_several
 
     say = partial(print, flush=True)
     say(f"distflow {__version__} · {', '.join(commands)} side by side")

@@ -12,7 +12,7 @@ from importlib import import_module
 from tempfile import TemporaryFile
 from typing import Any, cast
 
-from distflow.environments.tools_in_user_process import awaited, without_control
+from distflow.environments.tools_in_user_code_process import awaited, without_control
 from distflow.errors import UserError
 from distflow.import_target import load
 

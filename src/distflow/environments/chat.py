@@ -17,7 +17,7 @@ from distflow.data.sample import Owner, Segment, note_event
 from distflow.errors import UserError, hint
 
 if TYPE_CHECKING:  # it imports torch, which the processes of tools and environments should not
-    from distflow.environments.turn_encoding import TurnTokens
+    from distflow.environments.tokens_between_turns import TurnTokens
 
 Message = Mapping[str, Any]
 Content = str | Message | Sequence[Message] | Sequence[int]

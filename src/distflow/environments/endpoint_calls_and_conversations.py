@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from distflow.data.messages import check_unicode
 from distflow.data.sample import on_token
 from distflow.environments.chat import Chat, Reply
-from distflow.environments.tool_calls import find_tool_calls, format_of, marks_of_calls, text_before_calls
-from distflow.environments.tools import typed_argument
+from distflow.environments.parse_tool_calls import find_tool_calls, format_of, marks_of_calls, text_before_calls
+from distflow.environments.tool_workflow import typed_argument
 
 Json = dict[str, Any]
 _TEXT_PARTS = ("text", "input_text", "output_text")

@@ -16,7 +16,7 @@ from http.client import HTTPException
 from typing import Any, cast
 from urllib.request import urlopen
 
-from distflow.environments.tools_in_user_process import bounded, without_control
+from distflow.environments.tools_in_user_code_process import bounded, without_control
 from distflow.errors import UserError
 from distflow.import_target import load, load_module
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from distflow.data.task_folders import HARBOR, Task, read_task_folder
 from distflow.environments.chat import Chat
-from distflow.environments.tool_calls import ToolCall, check_format, format_of
-from distflow.environments.tools import answer_calls
-from distflow.environments.tools_in_user_process import ToolAnswer, bounded
-from distflow.environments.workflows import Row
+from distflow.environments.parse_tool_calls import ToolCall, check_format, format_of
+from distflow.environments.tool_workflow import answer_calls
+from distflow.environments.tools_in_user_code_process import ToolAnswer, bounded
+from distflow.environments.workflow_loading_and_builtins import Row
 from distflow.errors import UserError
 from distflow.sandbox.shell import Ran, Shell
 

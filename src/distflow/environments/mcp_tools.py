@@ -7,7 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from distflow.environments.user_process import START_TIMEOUT_S
+from distflow.environments.user_code_process import START_TIMEOUT_S
 from distflow.errors import UserError
 from distflow.import_target import users_code
 

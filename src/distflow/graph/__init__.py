@@ -1,7 +1,7 @@
 """Pipelines as graphs: fields, nodes, contracts, the pipeline builder, and `bind`. Does not import torch."""
 
 from distflow.errors import PipelineError
-from distflow.graph.bind import BoundNode, BoundPipeline
+from distflow.graph.bind_to_config import BoundNode, BoundPipeline
 from distflow.graph.contract_from_signature import Form
 from distflow.graph.fields import register_field
 from distflow.graph.graph_node import Drop, Node, NodeOutput

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 from distflow.errors import PipelineError, hint
-from distflow.graph.bind import BoundPipeline, bind_pipeline, check_options
+from distflow.graph.bind_to_config import BoundPipeline, bind_pipeline, check_options
 from distflow.graph.drawing import Box, flowchart
 from distflow.graph.fields import Field
 from distflow.graph.graph_node import NODE_SETTINGS, Node, contracts_of, split_arguments
+from distflow.graph.node_order_and_wiring_checks import Wiring, dependents
 from distflow.graph.node_spec import is_factory
-from distflow.graph.wiring import Wiring, dependents
 
 
 class TaskGraph:

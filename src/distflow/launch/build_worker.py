@@ -13,8 +13,8 @@ from distflow.rewards.router import KINDS
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.compiled_node import Contexts, compile_steps
+from distflow.runtime.engines_and_services import Offload
 from distflow.runtime.reshard_columns import ColumnReshard
-from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.run_errors_and_limits import ErrorShare, GroupFailures

@@ -19,7 +19,7 @@ from distflow.graph import BoundPipeline
 from distflow.graph.node_spec import ENGINES
 from distflow.hub_id_or_local_path import WEIGHT_PATTERNS, is_local_model
 from distflow.launch.device_and_threads import accelerator, choose_device
-from distflow.launch.plans.measured_run import as_predicted, given_by, measured_run
+from distflow.launch.plans.rates_from_run_folder import as_predicted, given_by, measured_run
 from distflow.models.cached_decoder import why_not_embedded
 from distflow.models.loading import (
     ModelSource,

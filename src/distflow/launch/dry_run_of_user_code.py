@@ -23,7 +23,7 @@ from distflow.import_target import innermost, is_ours
 from distflow.launch.configured_models import tokenizer_loader
 from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.pipelines.nodes.advantages import NotFinite
-from distflow.pipelines.nodes.workflow_trial import try_workflow
+from distflow.pipelines.nodes.workflow_dry_run import try_workflow
 from distflow.runtime.compiled_node import NodeContext, compile_steps
 from distflow.runtime.rollout_loop.rollout_services import try_rewards
 from distflow.runtime.run_errors_and_limits import NodeError, output_error, users_place

@@ -15,9 +15,9 @@ from distflow.launch.fit_config_to_files import Data, fitted_to_files, follow_pi
 from distflow.launch.run_fingerprint_and_report_head import description, facts
 from distflow.launch.run_folders.export_checkpoint import with_models_of_runs
 from distflow.launch.select_pipeline import rebuild
-from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
+from distflow.launch.spec_fields_from_config import sampling_params, spec_settings, validation_params
 from distflow.launch.startup_messages import startup_lines
-from distflow.launch.user_code_trust import check_pickles, named_code
+from distflow.launch.user_code_named_in_config import check_pickles, named_code
 from distflow.observe.writing.run_folder import claimed
 from distflow.observe.writing.timing import lasting
 from distflow.planning.plan import check_plan

@@ -13,9 +13,9 @@ from distflow.observe.writing.timing import Waits
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.save_and_restore import check_same_facts, load_queued, restore, set_generators
 from distflow.runtime.early_stop_and_signals import StopRequest
-from distflow.runtime.resources import Resources, build_resources
+from distflow.runtime.engines_and_services import Resources, build_resources
 from distflow.runtime.rollout_loop.user_calls import Callbacks
-from distflow.runtime.run_reporter import Recorder, reported
+from distflow.runtime.run_recorder import Recorder, reported
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import FinishedGroup
 from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec

@@ -32,8 +32,8 @@ from distflow.launch.fit_config_to_files import Data
 from distflow.models.cpu_kernels import build as native
 from distflow.models.weight_fingerprint_and_soundness import identity
 from distflow.rewards.code.reward import isolation_of
+from distflow.rewards.load_and_call_reward_functions import fingerprint_target, target_of
 from distflow.rewards.pool.domain_pools import RewardSettings
-from distflow.rewards.reward_functions import fingerprint_target, target_of
 
 
 def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:

@@ -31,7 +31,7 @@ from distflow.graph import (
 from distflow.graph.graph_node import Node
 from distflow.import_target import innermost, is_ours, load_function, load_modules, required_parameters, users_code
 from distflow.launch.device_and_threads import make_process_ready
-from distflow.pipelines.nodes.log_probs import score_policy
+from distflow.pipelines.nodes.log_probs_and_values import score_policy
 from distflow.pipelines.nodes.objectives_from_config import may_derive_old
 from distflow.pipelines.nodes.rollout_correction import weigh_after_drift
 from distflow.pipelines.nodes.rollout_reward_filter import drop_unless, load_responses

@@ -20,7 +20,7 @@ from distflow.launch.device_and_threads import choose_device, find_thread_faults
 from distflow.launch.fit_config_to_files import Data, Reading
 from distflow.models.loading import end_token_ids
 from distflow.pipelines.nodes.by_domain import options_of
-from distflow.pipelines.nodes.workflow_trial import describe_turns
+from distflow.pipelines.nodes.workflow_dry_run import describe_turns
 from distflow.rewards.router import check_domains
 from distflow.runtime.step_metrics import validation_names
 

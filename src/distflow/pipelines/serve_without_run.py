@@ -16,7 +16,7 @@ from distflow.data.sample import Segment, on_token
 from distflow.environments.chat import Chat, Limits
 from distflow.environments.endpoint import Endpoint
 from distflow.environments.endpoint_calls_and_conversations import Answer, Call, Conversations
-from distflow.environments.turn_encoding import TurnTokens
+from distflow.environments.tokens_between_turns import TurnTokens
 from distflow.pipelines.nodes.rollout_reward_filter import policy_segment
 from distflow.pipelines.nodes.workflow_rollout import template_kwargs
 from distflow.rollout.engine import GenerateRequest, RolloutEngine, SamplingParams, Stream, generate_whole

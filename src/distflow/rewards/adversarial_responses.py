@@ -20,8 +20,8 @@ from distflow.rewards.code.case_formats_and_assertions import (
 )
 from distflow.rewards.extracted_answers import bare_answer
 from distflow.rewards.pool.domain_pools import RewardSettings
+from distflow.rewards.pool.faulty_test_functions import NO_NETWORK, TEXTS, probe_target
 from distflow.rewards.pool.pool import Pool, PoolSettings, RewardPool
-from distflow.rewards.pool.probes import NO_NETWORK, TEXTS, probe_target
 from distflow.rewards.reward_check import FORMS, Row, arguments_of, reply_of, right_responses
 from distflow.rewards.reward_results import Score, Timeout, is_right, own_reward_result
 from distflow.rewards.startup_checks import must_accept

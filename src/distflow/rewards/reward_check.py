@@ -18,6 +18,7 @@ from distflow.builtin_names import is_own
 from distflow.errors import UserError
 from distflow.import_target import line_of, split_name
 from distflow.rewards.extracted_answers import bare_answer
+from distflow.rewards.load_and_call_reward_functions import PARAMETERS, PROMPT, call_arguments, target_of
 from distflow.rewards.pool.domain_pools import (
     DEFAULT_DOMAIN,
     RewardSettings,
@@ -26,7 +27,6 @@ from distflow.rewards.pool.domain_pools import (
     pool_settings,
 )
 from distflow.rewards.pool.pool import Pool, RewardPool
-from distflow.rewards.reward_functions import PARAMETERS, PROMPT, call_arguments, target_of
 from distflow.rewards.reward_results import (
     ACC,
     RIGHT,

@@ -1,5 +1,5 @@
 """Checks before a run: known responses and the data set's reference solutions get the right scores, the tests of rows
-are not broken, and a faulty function (`pool/probes.py`) gives reward errors."""
+are not broken, and a faulty function (`pool/faulty_test_functions.py`) gives reward errors."""
 
 import ast
 import asyncio
@@ -14,8 +14,8 @@ from distflow.errors import UserError
 from distflow.import_target import load_function, load_module, split_name
 from distflow.observe.sanitized_output import escape_control
 from distflow.rewards.extracted_answers import bare_answer, decoded
+from distflow.rewards.load_and_call_reward_functions import FAILS, FAILS_TARGET, call_arguments
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
-from distflow.rewards.reward_functions import FAILS, FAILS_TARGET, call_arguments
 from distflow.rewards.reward_results import Case, Error, RewardResult, Score, Timeout, scored_right, why
 
 if TYPE_CHECKING:  # it loads torch; this module does not, so that the check can start earlier

@@ -26,7 +26,7 @@ from distflow.observe.writing.timing import REWARDS, Waits
 from distflow.rewards.reward_results import RewardResult
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.runtime.audit_protocol import Updates
-from distflow.runtime.resources import Resources
+from distflow.runtime.engines_and_services import Resources
 from distflow.runtime.reward_functions_as_nodes import adapt
 from distflow.runtime.rollout_loop.group_samples_and_columns import Group, rows_by_group
 from distflow.runtime.rollout_loop.user_calls import DeadlinePassed, PlainCalls, deadline_paused, run_async

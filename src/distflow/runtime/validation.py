@@ -17,7 +17,7 @@ from distflow.rollout.engine import SamplingParams
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import StepAuditor
 from distflow.runtime.compiled_node import Contexts
-from distflow.runtime.resources import Offload
+from distflow.runtime.engines_and_services import Offload
 from distflow.runtime.rollout_loop.group_samples_and_columns import Group
 from distflow.runtime.rollout_loop.group_tasks import RolloutLoop
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices

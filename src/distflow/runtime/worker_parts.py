@@ -7,8 +7,8 @@ from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime.audit_protocol import StepAuditor, StepChecks, Updates
 from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.compiled_node import Contexts, Step
+from distflow.runtime.engines_and_services import Offload
 from distflow.runtime.reshard_columns import ColumnReshard
-from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_loop.group_tasks import RolloutLoop
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.run_errors_and_limits import ErrorShare

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import distflow
+from distflow.sandbox.inside.fork_server import END, FAILED, MAX_MESSAGE_BYTES, READY
+from distflow.sandbox.inside.forked_program import EXIT_OUT_OF_MEMORY, REQUEST, Request
 from distflow.sandbox.inside.isolation import DEVICES_READ, DEVICES_WRITTEN, PACKAGES, SYSTEM, standard_library
-from distflow.sandbox.inside.program import EXIT_OUT_OF_MEMORY, REQUEST, Request
-from distflow.sandbox.inside.server import END, FAILED, MAX_MESSAGE_BYTES, READY
-from distflow.sandbox.inside.values import HEADER, MAX_BYTES
+from distflow.sandbox.inside.program_messages import HEADER, MAX_BYTES
 from distflow.sandbox.interface import Broken, Cause, Limits, SandboxFault
 
 LevelName = Literal["namespaces", "floor"]
@@ -37,7 +37,7 @@ _PACKAGE = Path(distflow.__file__).parent
 _CODE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from distflow.sandbox.inside.server import main
+from distflow.sandbox.inside.fork_server import main
 main(int(sys.argv[2]), int(sys.argv[3]))
 """
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LD_BIND_NOW": "1"}

@@ -1,4 +1,4 @@
-"""The interface of a sandbox, local (`sandbox.py`) or remote (`remote.py`): limits, results, and errors."""
+"""The interface of a sandbox, local (`local_sandbox.py`) or remote (`remote.py`): limits, results, and errors."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -101,7 +101,7 @@ class AnySession(_Closable, Protocol):
     time."""
 
     def call(self, name: str, args: Sequence[object] = (), kwargs: Mapping[str, object] = MappingProxyType({})) -> Any:
-        """Call the function of that name with plain values (`inside.values`) and return its result.
+        """Call the function of that name with plain values (`inside.program_messages`) and return its result.
 
         Types are preserved: a list comes back as a list, a tuple as a tuple. An int may have any size, so its `repr`
         may raise. Raises `Raised` if the function raised, `Broken` if there is no result or it is not plain; after a

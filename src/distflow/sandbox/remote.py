@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from distflow.errors import UserError
 from distflow.sandbox import interface
-from distflow.sandbox.inside.values import from_text, to_text
+from distflow.sandbox.inside.program_messages import from_text, to_text
 
 TOKEN = "DISTFLOW_SANDBOX_TOKEN"
 """The environment variable with the password that a server and its clients share."""

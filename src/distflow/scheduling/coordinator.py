@@ -12,7 +12,7 @@ from distflow.scheduling.domain_quotas import DomainShares
 from distflow.scheduling.group_states import CountsError, GroupCounts, PromptGroup, Version, counts_by_domain
 from distflow.scheduling.ledger import STALE, Ledger, Mark
 from distflow.scheduling.sample_queue import SampleQueue
-from distflow.scheduling.snapshot import (
+from distflow.scheduling.scheduler_snapshot import (
     Snapshot,
     at_start,
     check_resumable,

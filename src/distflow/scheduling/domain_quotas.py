@@ -11,7 +11,7 @@ from typing import Any
 
 from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy, Curriculum
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.snapshot import SavedShares, Snapshot
+from distflow.scheduling.scheduler_snapshot import SavedShares, Snapshot
 
 Shares = Sequence[Fraction]
 """Share of each domain; they sum to 1."""

@@ -9,7 +9,7 @@ import pytest
 from distflow.audit.audited_step import engine_weights_and_draws, updates
 from distflow.errors import TrustError
 from distflow.observe.run_reader import read_events
-from distflow.rollout.embedded import request_lane as embedded
+from distflow.rollout.embedded import host_batch_plain_or_invariant as embedded
 from distflow.rollout.embedded import sampler
 from distflow.rollout.embedded import scheduler as sequences
 from tests.e2e.runs import Playground

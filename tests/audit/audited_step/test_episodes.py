@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from distflow.environments import environment_workflow, tool_calls, workflows
+from distflow.environments import environment_workflow, parse_tool_calls, workflow_loading_and_builtins
 from distflow.environments.chat import Chat
-from distflow.environments.turn_encoding import TurnTokens
-from distflow.environments.user_process import UserProcess
+from distflow.environments.tokens_between_turns import TurnTokens
+from distflow.environments.user_code_process import UserProcess
 from distflow.errors import TrustError
 from distflow.pipelines.nodes import rollout_reward_filter, workflow_rollout
 from distflow.rewards.router import RewardRouter
@@ -317,12 +317,12 @@ def test_stops_of_a_call_that_are_lost(tmp_path: Path, monkeypatch: Patch, is_pl
     ],
 )
 def test_settings_of_another_agent(tmp_path: Path, monkeypatch: Patch, change: dict[str, Any], says: str) -> None:
-    begin_agents = workflows.begin_agents
+    begin_agents = workflow_loading_and_builtins.begin_agents
 
     def planted(chat: Any, agents: Any) -> Any:
         return begin_agents(chat, {name: replace(each, **change) for name, each in agents.items()})
 
-    monkeypatch.setattr(workflows, "begin_agents", planted)
+    monkeypatch.setattr(workflow_loading_and_builtins, "begin_agents", planted)
     checker = "{policy: checker, system_prompt: 'c:', max_tokens: 3}"
     agents = f"actor_rollout_ref.rollout.agents={{solver: {{system_prompt: 's:'}}, checker: {checker}}}"
     keys = (agents, "data.max_prompt_length=100")
@@ -333,12 +333,12 @@ def test_settings_of_another_agent(tmp_path: Path, monkeypatch: Patch, change: d
 @pytest.mark.slow
 @pytest.mark.parametrize("is_planted", [True, False])
 def test_a_domain_with_the_workflow_of_another(tmp_path: Path, monkeypatch: Patch, is_planted: bool) -> None:
-    original = workflows.ByDomain.__call__
+    original = workflow_loading_and_builtins.ByDomain.__call__
 
     async def planted(self: Any, chat: Any, row: Any, reward_fn: Any = None) -> Any:
         return await original(self, chat, replace(row, domain="other") if is_planted else row, reward_fn)
 
-    monkeypatch.setattr(workflows.ByDomain, "__call__", planted)
+    monkeypatch.setattr(workflow_loading_and_builtins.ByDomain, "__call__", planted)
     playground = Playground(tmp_path)
     playground.write_rows([{"prompt": f"{i}:", "answer": "7", "domain": "ab"[i % 2]} for i in range(12)])
     flows = "{a: single_turn, default: {workflow: multi_turn, max_turns: 2, feedback: 'no'}}"
@@ -354,8 +354,8 @@ def test_a_domain_with_the_workflow_of_another(tmp_path: Path, monkeypatch: Patc
 
 @pytest.mark.slow
 def test_a_call_of_a_tool_that_is_left_out(tmp_path: Path, monkeypatch: Patch) -> None:
-    find = tool_calls.find_tool_calls
-    monkeypatch.setattr("distflow.environments.tools.find_tool_calls", lambda text, form: find(text, form)[:1])
+    find = parse_tool_calls.find_tool_calls
+    monkeypatch.setattr("distflow.environments.tool_workflow.find_tool_calls", lambda text, form: find(text, form)[:1])
     keys = (f"actor_rollout_ref.model.path={tmp_path}/caller", "actor_rollout_ref.model.init=random")
     tools = f"{WORKFLOW}_kwargs={{tools: [calculator], max_turns: 3, format: hermes}}"
     more = ("data.max_response_length=160", "data.max_prompt_length=32", f"{WORKFLOW}=tools")

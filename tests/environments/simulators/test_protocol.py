@@ -19,7 +19,7 @@ from distflow.environments.simulators.protocol import (
     to_json,
 )
 from distflow.environments.simulators.worker_pool import SimulatorPool
-from distflow.environments.user_process import CallFailed, ProcessEnded
+from distflow.environments.user_code_process import CallFailed, ProcessEnded
 from distflow.errors import UserError
 
 FILE = f"{Path(__file__).with_name('faulty.py')}:"

@@ -11,9 +11,9 @@ from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt
 from distflow.environments.simulators.workflow import SimulatorWorkflow
-from distflow.environments.turn_encoding import TurnTokens
-from distflow.environments.user_process import CallFailed
-from distflow.environments.workflows import Row
+from distflow.environments.tokens_between_turns import TurnTokens
+from distflow.environments.user_code_process import CallFailed
+from distflow.environments.workflow_loading_and_builtins import Row
 from distflow.errors import UserError
 from tests.tiny_models import tiny_tokenizer
 

@@ -16,7 +16,7 @@ from distflow.errors import UserError
 from distflow.launch.run_folders.sql_over_runs import QUESTIONS, VIEWS, query_runs
 from distflow.observe.sample_files import COLUMNS
 from distflow.observe.writing.run_folder import RunFolder
-from distflow.runtime.run_reporter import keep_groups
+from distflow.runtime.run_recorder import keep_groups
 from tests.commands.test_export_replay_report_why import write_run as write_ledger_run
 from tests.observe.conftest import HOSTILE, write_run
 

@@ -13,7 +13,7 @@ from distflow.models.cached_decoder import DecoderView
 from distflow.models.cpu_kernels import build
 from distflow.models.cpu_kernels.build import NotNative, library
 from distflow.models.cpu_kernels.decode_step import NativeStep
-from tests.models.cpu_kernels.test_step import (
+from tests.models.cpu_kernels.test_decode_step import (
     all_in_bfloat16_differs_by,
     decoded,
     exact,

@@ -14,9 +14,9 @@ from distflow.commands.dashboard_and_watch import PAGES
 from distflow.data.batch import Batch
 from distflow.observe.crash_safe_files import encode
 from distflow.observe.writing.run_folder import RunFolder
-from distflow.runtime.run_reporter import TOKEN_TEXTS, keep_groups
+from distflow.runtime.run_recorder import TOKEN_TEXTS, keep_groups
 from tests.commands.test_dashboard import Client, serve
-from tests.launch.plans.test_measured_run import write as write_measured_run
+from tests.launch.plans.test_rates_from_run_folder import write as write_measured_run
 from tests.observe.conftest import HOSTILE, write_asynchronous_run, write_run
 from tests.observe.report.test_page import BLUE, CONTRAST, count, picture, press
 

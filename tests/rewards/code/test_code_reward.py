@@ -16,7 +16,7 @@ from distflow.rewards.code.reward import compute_score, compute_share, score_pro
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.reward_results import due_within, left_s
 from distflow.sandbox.interface import SandboxFault
-from distflow.sandbox.sandbox import Sandbox
+from distflow.sandbox.local_sandbox import Sandbox
 from tests.patience import at_some_deadline
 from tests.rewards.routers import pids_of
 

@@ -27,7 +27,7 @@ from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.checkpoint.files import own_shards, shard_name
 from distflow.runtime.checkpoint.save_and_restore import part_of_rank, restore, saved_parts, set_generators
 from distflow.runtime.checkpoint.saver import Saver
-from distflow.runtime.resources import build_resources
+from distflow.runtime.engines_and_services import build_resources
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.runtime.spec import Spec
 from distflow.scheduling.coordinator import Coordinator

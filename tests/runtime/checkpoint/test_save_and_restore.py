@@ -21,12 +21,12 @@ from distflow.runtime.checkpoint.save_and_restore import (
     saved_parts,
     set_generators,
 )
-from distflow.runtime.resources import build_resources
+from distflow.runtime.engines_and_services import build_resources
 from distflow.runtime.rollout_loop.group_samples_and_columns import finished_group
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import GroupState, PromptGroup
-from distflow.scheduling.snapshot import saved_group
+from distflow.scheduling.scheduler_snapshot import saved_group
 from tests.e2e.runs import Playground
 from tests.runtime.groups import group
 

@@ -19,7 +19,7 @@ from distflow.launch.run_folders.export_checkpoint import export_checkpoint
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointError, CheckpointStore
 from distflow.runtime.checkpoint.save_and_restore import restore, saved_parts
 from distflow.runtime.checkpoint.saver import Saver
-from distflow.runtime.resources import build_resources
+from distflow.runtime.engines_and_services import build_resources
 from distflow.training.engine import OneRank
 from tests.e2e.runs import Playground
 from tests.ranks import run_ranks

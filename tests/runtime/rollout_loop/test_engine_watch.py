@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 
 from distflow.rollout.engine import GenerateRequest, GenerateResult, SamplingParams, Stream, WeightReceipt
-from distflow.runtime.resources import Resources
+from distflow.runtime.engines_and_services import Resources
 from distflow.runtime.rollout_loop.engine_watch import Deadline, EngineHangs
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.scheduling.group_states import Version

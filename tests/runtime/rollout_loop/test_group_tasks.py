@@ -20,7 +20,7 @@ from distflow.rewards.reward_results import Error, RewardResult, Score
 from distflow.rewards.router import RewardOutcome
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Stream, WeightReceipt
 from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
-from distflow.runtime.resources import Resources
+from distflow.runtime.engines_and_services import Resources
 from distflow.runtime.rollout_loop.group_samples_and_columns import Group
 from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop, SubmissionGate
 from distflow.runtime.run_errors_and_limits import GroupFailures, UserNoProgress

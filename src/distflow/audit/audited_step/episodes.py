@@ -17,8 +17,8 @@ from distflow.audit.recorded_step import RecordedStep, RecordedTurn, conversatio
 from distflow.builtin_names import PROMPT_CHAT, ROLLOUT_ENGINES
 from distflow.config.derived_settings import response_limit
 from distflow.config.keys.actor_rollout_ref_and_critic import AgentConfig, RolloutConfig
-from distflow.environments.tool_calls import find_tool_calls, format_of
-from distflow.environments.turn_encoding import TurnTokens
+from distflow.environments.parse_tool_calls import find_tool_calls, format_of
+from distflow.environments.tokens_between_turns import TurnTokens
 from distflow.rewards.reward_results import Score
 
 MOST, FEW = 16, 2
@@ -406,7 +406,7 @@ def _check_solver(recorded: RecordedStep, sample: Sample, turns: Sequence[Said],
 
 
 def _check_simulator(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
-    from distflow.audit.acting.simulator_episodes import check_simulator  # no other run imports it
+    from distflow.audit.simulators.simulator_episodes import check_simulator  # no other run imports it
 
     check_simulator(recorded, sample, turns)
 

@@ -485,7 +485,7 @@ def _counted(config: Config, batch: MiniBatch, log_probs: Tensor) -> tuple[Token
     tokens = Tokens(log_probs[counted], columns, batch.sample[counted])
     if level == "token":
         return tokens, batch
-    from distflow.audit.acting.rewards_and_logprob_levels import by_unit, dim_of  # no other run imports it
+    from distflow.audit.simulators.srpo_rewards_and_levels import by_unit, dim_of  # no other run imports it
 
     turns = (sample["turn_index"] for sample in batch.samples)
     tokens = by_unit(tokens, units_of(turns, counted, dim_of(config, level)))

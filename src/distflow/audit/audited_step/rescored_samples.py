@@ -33,8 +33,8 @@ from distflow.config.derived_settings import algorithm_of
 from distflow.config.keys.reward import on_error_of, scoring_models
 from distflow.data.batch import Batch
 from distflow.rewards.foreign_signatures import DOES_NOT_APPLY
-from distflow.rewards.pool.probes import ECHO, echo
-from distflow.rewards.reward_functions import CONVERSATION, FAILS, PROMPT, call_arguments
+from distflow.rewards.load_and_call_reward_functions import CONVERSATION, FAILS, PROMPT, call_arguments
+from distflow.rewards.pool.faulty_test_functions import ECHO, echo
 from distflow.rewards.reward_results import RewardResult, Score
 
 LIMIT = 1e-4

@@ -46,7 +46,7 @@ def audit_rewards(recorded: RecordedStep) -> str | None:
     if recorded.is_written("srpo_distance"):
         if not recorded.is_whole:
             return "SRPO compares all episodes of the step"
-        from distflow.audit.acting.rewards_and_logprob_levels import check_srpo  # no other run imports it
+        from distflow.audit.simulators.srpo_rewards_and_levels import check_srpo  # no other run imports it
 
         check_srpo(recorded)
         return None
@@ -69,7 +69,7 @@ def _on_tokens(recorded: RecordedStep, sample: Sample) -> list[float]:
     else:
         expected = (_of_turns(sample) if of_turns is None else of_turns).tolist()
     if recorded.config.algorithm.reward_level != "token":
-        from distflow.audit.acting.rewards_and_logprob_levels import rewards_of_steps  # no other run imports it
+        from distflow.audit.simulators.srpo_rewards_and_levels import rewards_of_steps  # no other run imports it
 
         of_steps = rewards_of_steps(recorded, sample, total)
         expected = sample["token_level_scores"].tolist() if of_steps is None else of_steps

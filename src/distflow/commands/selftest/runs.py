@@ -46,7 +46,7 @@ from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
 from distflow.runtime.early_stop_and_signals import Interrupted
 from distflow.runtime.fault_injection import VARIABLE, Fault
 from distflow.runtime.rollout_loop.group_samples_and_columns import Group
-from distflow.runtime.run_reporter import load_groups
+from distflow.runtime.run_recorder import load_groups
 from distflow.runtime.spec import Launch, Spec
 
 RECORDED = Path(__file__).with_name("reference.json")

@@ -130,7 +130,7 @@ def _reward_fault(function: str, path: str) -> tuple[str, str] | None:
     if ".py:" in path:
         file, name = split_name(path)
         return "names a function too", f"write {file}, and its function as custom_reward_function.name={name}"
-    if path.endswith(".pkl"):  # a function passed from Python, saved by distflow.rewards.reward_functions
+    if path.endswith(".pkl"):  # a function passed from Python, saved by distflow.rewards.load_and_call_reward_functions
         kept = Path(path).expanduser()
         return None if kept.is_file() else missing_path(kept)
     fault = _code_fault(path)

@@ -13,7 +13,7 @@ from typing import Any
 from distflow.data.sample import on_event
 from distflow.environments.simulators import protocol
 from distflow.environments.simulators.protocol import Observation, from_json
-from distflow.environments.user_process import CallFailed, ProcessEnded, ProcessServer, UserProcess
+from distflow.environments.user_code_process import CallFailed, ProcessEnded, ProcessServer, UserProcess
 from distflow.errors import UserError
 
 _OF_GL = re.compile("EGL|OpenGL|OSMesa|GLFW|glGet|MUJOCO_GL|DISPLAY", re.IGNORECASE)

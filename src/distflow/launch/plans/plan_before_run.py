@@ -20,7 +20,7 @@ from distflow.errors import UserError, blaming
 from distflow.graph import BoundPipeline
 from distflow.hub_id_or_local_path import is_local_model
 from distflow.import_target import placeholders
-from distflow.launch.plans.measured_run import MeasuredRun, given_by, longest_scoring, measured_run
+from distflow.launch.plans.rates_from_run_folder import MeasuredRun, given_by, longest_scoring, measured_run
 from distflow.models.model_paths_and_folder_checks import BUILTIN_PREFIX, PACKAGE_PREFIX, resolve_path
 from distflow.planning.allocation_expression import AllocatedPart, follow_allocation, parse_allocation
 from distflow.planning.known_models_and_devices import Device, ModelShape, device_here, find_device, find_shape
@@ -124,7 +124,7 @@ class RunPlanner:
         loaded = load_config(self.preset, overrides, complete=False, trust_code=self.runs_code)
         if not self.runs_code:
             with placeholders(*_UNLOADED):
-                from distflow.launch.user_code_trust import data_code, pipeline_code
+                from distflow.launch.user_code_named_in_config import data_code, pipeline_code
             if code := [*pipeline_code(loaded.config), *data_code(loaded.config)]:
                 named = f"{', '.join(code)}; `distflow plan` without --no-code imports it"
                 raise UserError(f"the plan would import Python code: {named}")
@@ -256,7 +256,7 @@ def bind_unloaded(config: Config) -> BoundPipeline:
     code of the user, with torch. Its functions must not be called."""
     with placeholders(*_UNLOADED):
         from distflow.launch.select_pipeline import bind
-        from distflow.launch.user_code_trust import pipeline_code
+        from distflow.launch.user_code_named_in_config import pipeline_code
 
         if not pipeline_code(config):
             return bind(config)

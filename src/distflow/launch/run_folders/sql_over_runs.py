@@ -289,7 +289,7 @@ def _remove_damaged(folder: Path, max_s: float) -> Iterator[str]:
 
 
 def _tokens(run_dir: Path) -> Iterator[Row]:
-    from distflow.runtime.run_reporter import TOKENS
+    from distflow.runtime.run_recorder import TOKENS
 
     found = (_TOKENS_FILE.fullmatch(file.name) for file in (run_dir / TOKENS).glob("*.safetensors"))
     texts = token_texts(run_dir)
@@ -299,7 +299,7 @@ def _tokens(run_dir: Path) -> Iterator[Row]:
 
 def token_texts(run_dir: Path) -> list[str]:
     """Of the vocabulary; empty if no step was saved."""
-    from distflow.runtime.run_reporter import TOKEN_TEXTS, TOKENS
+    from distflow.runtime.run_recorder import TOKEN_TEXTS, TOKENS
 
     texts = read_object(run_dir / TOKENS / TOKEN_TEXTS, run_dir).get("texts")
     return [str(text) for text in texts] if isinstance(texts, list) else []
@@ -310,7 +310,7 @@ def saved_tokens(run_dir: Path, step: int, texts: Sequence[str] = ()) -> Iterato
     there is no file, or it is torn. texts: see `token_texts`."""
     from safetensors import SafetensorError
 
-    from distflow.runtime.run_reporter import load_groups
+    from distflow.runtime.run_recorder import load_groups
 
     with suppress(OSError, ValueError, KeyError, SafetensorError):
         yield from _tokens_of(load_groups(run_dir, step), step, texts)

@@ -26,7 +26,7 @@ from distflow.launch.configured_models import load_policy, policy_limits, tokeni
 from distflow.launch.device_and_threads import choose_device, make_process_ready
 from distflow.launch.engine_factories_from_config import engine_dtype, make_factories
 from distflow.launch.run_folders.export_checkpoint import with_models_of_runs, write_config_of
-from distflow.launch.spec_settings import sampling_params
+from distflow.launch.spec_fields_from_config import sampling_params
 from distflow.models.loading import stop_token_ids
 from distflow.pipelines.serve_without_run import ServedPolicy, serve_policy
 from distflow.planning.plan import RankPlan

@@ -37,7 +37,7 @@ from distflow.models.loading import ModelSource, load_model, load_tokenizer
 from distflow.models.sharding import empty_model
 from distflow.rollout.conformance import Finding
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.embedded.cuda_steps import MEMORY_SHARE
+from distflow.rollout.embedded.cuda_decode_steps_and_graphs import MEMORY_SHARE
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams, Stream
 from distflow.scheduling.group_states import Version
 from distflow.training.torch_engine import TorchScorer

@@ -11,7 +11,7 @@ from distflow.observe.writing.timing import Waits, lasting
 from distflow.planning.plan import plan_local
 from distflow.rewards.reward_results import VALIDATION
 from distflow.runtime.compiled_node import Contexts
-from distflow.runtime.resources import build_resources
+from distflow.runtime.engines_and_services import build_resources
 from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.run_errors_and_limits import warn_of_errors

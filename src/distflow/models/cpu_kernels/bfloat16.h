@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "products.h"
+#include "simd_and_float32_matmul.h"
 
 typedef uint32_t Pairs __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); /* the first one's bits below */
 

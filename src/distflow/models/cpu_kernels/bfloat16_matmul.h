@@ -13,7 +13,7 @@
 #endif
 
 #include "bfloat16.h"
-#include "products.h"
+#include "simd_and_float32_matmul.h"
 
 #define UNIT 16 /* what a row's pairs are a multiple of */
 

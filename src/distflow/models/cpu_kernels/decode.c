@@ -15,8 +15,8 @@
 #include "gate.h"
 #include "bfloat16_matmul.h"
 #include "norm.h"
-#include "products.h"
-#include "threads.h"
+#include "simd_and_float32_matmul.h"
+#include "thread_shares.h"
 
 /* Rows that go through a layer together: what is made of them stays in the cache. The faster products are, the less they
    may wait for weights. */

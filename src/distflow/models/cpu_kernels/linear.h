@@ -9,8 +9,8 @@
 #include <string.h>
 
 #include "norm.h"
-#include "products.h"
-#include "threads.h"
+#include "simd_and_float32_matmul.h"
+#include "thread_shares.h"
 
 #define BLOCK (6 * TILE) /* rows */
 /* Of rows that are read down their columns too: no power of two, of which caches hold few. */

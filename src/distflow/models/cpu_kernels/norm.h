@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 #include "bfloat16.h"
-#include "products.h"
+#include "simd_and_float32_matmul.h"
 
 typedef struct {
     const float *weight; /* (size) */

@@ -10,7 +10,7 @@
 #include <string.h>
 
 #include "exponential.h"
-#include "products.h"
+#include "simd_and_float32_matmul.h"
 
 #define BLOCK (2 * TILE) /* queries */
 #define AHEAD 8          /* tokens */

@@ -41,8 +41,8 @@ _MAX_SENTENCES, _MAX_SENTENCE, _MAX_MESSAGE = 100, 2000, 20_000
 _WITH_COLUMNS = ("series", "bars")
 
 _PARTS = (
-    *("text", "load", "top", "curves", "histograms", "pipeline_graph", "timeline"),
-    *("invoice", "domains", "reward_results", "samples", "setup"),
+    *("dom", "page_data", "summary_and_problems", "curves", "histograms_and_constants", "pipeline_graph", "timeline"),
+    *("idle_invoice", "domains", "reward_results", "samples", "config_and_events"),
 )
 SCRIPTS = (*_PARTS, "report")
 POLICY_OF_SERVED_PAGES = (

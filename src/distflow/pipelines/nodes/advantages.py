@@ -32,7 +32,7 @@ from distflow.config.keys.reward import scoring_models
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.graph import BoundNode, Node, NodeOutput, NodeRole, node, node_factory
-from distflow.graph.bind import bind_alone
+from distflow.graph.bind_to_config import bind_alone
 from distflow.import_target import is_ours, shown_name
 from distflow.pipelines.nodes.by_domain import algorithm_node, by_domain, columns_of, masks_samples
 from distflow.pipelines.nodes.rollout_reward_filter import num_needed

@@ -14,7 +14,7 @@ from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.declare import is_group
 from distflow.data.batch import Batch, Written
 from distflow.graph import BoundNode, Node, NodeOutput, node, node_factory
-from distflow.graph.bind import bind_alone
+from distflow.graph.bind_to_config import bind_alone
 from distflow.runtime.compiled_node import NodeContext, compile_inputs
 from distflow.runtime.step_metrics import over_ranks
 from distflow.training.engine import Collective

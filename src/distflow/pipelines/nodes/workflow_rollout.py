@@ -17,8 +17,8 @@ from distflow.config import Config
 from distflow.config.compose.unknown_and_unused_keys import peek, plain
 from distflow.data.sample import LIMIT_REASONS, Sample, Segment, note_event, on_event
 from distflow.environments.chat import Chat, Limits, Reply
-from distflow.environments.turn_encoding import TurnTokens
-from distflow.environments.workflows import Workflow, load_workflow, make_workflow, row_of
+from distflow.environments.tokens_between_turns import TurnTokens
+from distflow.environments.workflow_loading_and_builtins import Workflow, load_workflow, make_workflow, row_of
 from distflow.errors import UserError, users_place
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.pipelines.nodes.episode_requests import EpisodeRequests

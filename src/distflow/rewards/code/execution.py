@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from distflow.rewards.code import assertion_process
 from distflow.rewards.code.assertion_process import typed
 from distflow.rewards.code.case_formats_and_assertions import Assertions, CallTests, StreamTests
-from distflow.sandbox.inside.values import NotPlain, Values
+from distflow.sandbox.inside.program_messages import NotPlain, Values
 from distflow.sandbox.interface import AnySandbox, AnySession, Broken, Limits, Raised, RunResult
 
 TOLERANCE, NEAR_ZERO = Fraction(1, 10**6), Fraction(1, 10**9)

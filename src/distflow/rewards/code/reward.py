@@ -32,8 +32,8 @@ from distflow.rewards.code.execution import (
 )
 from distflow.rewards.reward_results import Case, left_s, shortened
 from distflow.sandbox.interface import AnySandbox
+from distflow.sandbox.local_sandbox import Sandbox, probe
 from distflow.sandbox.remote import RemoteSandbox
-from distflow.sandbox.sandbox import Sandbox, probe
 
 Plan = StreamTests | CallTests | Assertions
 LONGEST_S = 60.0

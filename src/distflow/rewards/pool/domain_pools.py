@@ -13,8 +13,14 @@ from distflow.config import Config
 from distflow.config.derived_settings import reward_functions
 from distflow.config.keys.reward import RewardPart, patience_of
 from distflow.errors import UserError, hint
+from distflow.rewards.load_and_call_reward_functions import (
+    FAILS,
+    FAILS_TARGET,
+    target_of,
+    with_answer_key,
+    with_options,
+)
 from distflow.rewards.pool.pool import MEMORY_BYTES, OnResult, Pool, PoolSettings, RewardPool
-from distflow.rewards.reward_functions import FAILS, FAILS_TARGET, target_of, with_answer_key, with_options
 from distflow.rewards.reward_results import RewardResult
 
 DEFAULT_DOMAIN = "default"

@@ -20,8 +20,7 @@ from distflow.data import global_random_states
 from distflow.errors import UserError, users_place
 from distflow.import_target import innermost, is_async
 from distflow.observe.crash_safe_files import JSON
-from distflow.rewards.pool.process import EXIT_OUT_OF_MEMORY, Channel, PeerGone, encode
-from distflow.rewards.reward_functions import (
+from distflow.rewards.load_and_call_reward_functions import (
     call,
     call_batched,
     is_batched,
@@ -30,6 +29,7 @@ from distflow.rewards.reward_functions import (
     takes_conversation,
     takes_groups,
 )
+from distflow.rewards.pool.process import EXIT_OUT_OF_MEMORY, Channel, PeerGone, encode
 from distflow.rewards.reward_results import due_within, read_score
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from distflow.errors import UserError
 from distflow.models.cached_decoder import DecoderView
 from distflow.models.cpu_kernels.weight_layout import forget_packed, prepack
-from distflow.rollout.embedded.cuda_request_lane import CudaRequestLane
-from distflow.rollout.embedded.cuda_steps import AsyncSteps, DeviceOptions
+from distflow.rollout.embedded.cuda_batch_asynchronous import CudaRequestLane
+from distflow.rollout.embedded.cuda_decode_steps_and_graphs import AsyncSteps, DeviceOptions
 from distflow.rollout.embedded.engine_thread import StepLoop, settle
-from distflow.rollout.embedded.kv_cache import PromptCache
-from distflow.rollout.embedded.request_lane import RequestLane, TiledLane, tile_size
+from distflow.rollout.embedded.host_batch_plain_or_invariant import RequestLane, TiledLane, tile_size
+from distflow.rollout.embedded.kv_slots_prompt_and_prefix_cache import PromptCache
 from distflow.rollout.embedded.scheduler import Scheduler, Sequence, StepTokens, sequences_of
 from distflow.rollout.engine import (
     Activity,
@@ -63,11 +63,11 @@ class EmbeddedEngine:
     tokenizer: for stop strings. max_num_seqs: sequences of a lane that are decoded together. shares_weights: `model` is
     the trainer's, so `load_weights` copies nothing. kv_on_update: with new weights, begun sequences continue with the
     old keys and values, recompute them, or end (finish reason "abort"). num_threads: of torch, if the engine computes
-    on its own thread; None leaves the number unchanged. batch_invariant: see `request_lane.py`. max_prefill_tokens: see
-    `Scheduler`. prompt_cache_tokens: prefilled prompt tokens that a lane keeps while there is work. enforce_eager: no
-    CUDA graphs, and no native code. compute_dtype: see `DecoderView`. on_device: run decode steps asynchronously on the
-    device (`cuda_steps.py`); None: unless it is a CPU or the engine is `batch_invariant`. Raises UserError for a
-    model that `DecoderView` cannot run.
+    on its own thread; None leaves the number unchanged. batch_invariant: see `host_batch_plain_or_invariant.py`.
+    max_prefill_tokens: see `Scheduler`. prompt_cache_tokens: prefilled prompt tokens that a lane keeps while there is
+    work. enforce_eager: no CUDA graphs, and no native code. compute_dtype: see `DecoderView`. on_device: run decode
+    steps asynchronously on the device (`cuda_decode_steps_and_graphs.py`); None: unless it is a CPU or the engine is
+    `batch_invariant`. Raises UserError for a model that `DecoderView` cannot run.
     """
 
     model: nn.Module

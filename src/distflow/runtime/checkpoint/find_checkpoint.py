@@ -14,7 +14,7 @@ from distflow.runtime.spec import Spec
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.ledger import LedgerError, counts_until, ledger_id
-from distflow.scheduling.snapshot import Snapshot
+from distflow.scheduling.scheduler_snapshot import Snapshot
 
 CHECKPOINTS = "checkpoints"
 LEDGER = "ledger.jsonl"

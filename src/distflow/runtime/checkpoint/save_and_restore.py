@@ -19,11 +19,11 @@ from distflow.runtime.checkpoint.checkpoint_store import Checkpoint
 from distflow.runtime.checkpoint.files import CheckpointError, is_sharded, own_shards, shard_name
 from distflow.runtime.checkpoint.find_checkpoint import as_list, ways_to_start
 from distflow.runtime.compiled_node import NodeState
-from distflow.runtime.resources import Resources
+from distflow.runtime.engines_and_services import Resources
 from distflow.runtime.rollout_loop.group_samples_and_columns import finished_group, rows_by_group
 from distflow.runtime.sample_queue.protocol import FinishedGroup, ResumePoint
 from distflow.runtime.spec import Spec
-from distflow.scheduling.snapshot import restored
+from distflow.scheduling.scheduler_snapshot import restored
 from distflow.training.engine import TrainState
 
 

@@ -20,7 +20,7 @@ from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngi
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps, episode_results, score_samples
-from distflow.runtime.resources import Resources
+from distflow.runtime.engines_and_services import Resources
 from distflow.runtime.rollout_loop.generation_batches import EarlyStop, Rounds, cancel
 from distflow.runtime.rollout_loop.group_samples_and_columns import Group, accuracy_of, finished_group
 from distflow.runtime.rollout_loop.user_calls import PlainCalls, deadline_paused

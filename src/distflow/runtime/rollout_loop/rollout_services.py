@@ -30,7 +30,7 @@ from distflow.rewards.startup_checks import (
 )
 from distflow.rollout.engine import Hosted, RolloutEngine, Stretch
 from distflow.runtime.early_stop_and_signals import leave_at_once
-from distflow.runtime.resources import Resources
+from distflow.runtime.engines_and_services import Resources
 from distflow.runtime.rollout_loop.engine_watch import STACKS, Deadline, EngineHangs, WatchedEngine
 from distflow.runtime.rollout_loop.loop_thread import LEAVES_WITHIN_S, LoopGivenUp, LoopThread, on_a_thread
 from distflow.runtime.spec import Spec

@@ -13,7 +13,7 @@ from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime.run_errors_and_limits import Failure
 from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy
 from distflow.scheduling.group_states import GroupCounts, PromptGroup, Version
-from distflow.scheduling.snapshot import Snapshot
+from distflow.scheduling.scheduler_snapshot import Snapshot
 
 Queued = Mapping[int, tuple[int, int | None]]
 ShouldAccept = Callable[[Batch], object]

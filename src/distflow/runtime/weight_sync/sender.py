@@ -23,7 +23,7 @@ from distflow.models.weight_fingerprint_and_soundness import magnitudes, unsound
 from distflow.rollout.engine_weights import stripe_hashes, striped_places
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import Updates
-from distflow.runtime.resources import Offload
+from distflow.runtime.engines_and_services import Offload
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.weight_sync.protocol import Bucket, WeightPort
 from distflow.runtime.worker_inputs import WorkerInputs

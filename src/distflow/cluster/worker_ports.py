@@ -1,0 +1,88 @@
+"""The ports of one of several workers: connect its loops and errors to coordinator, object store and other workers."""
+
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from distflow.cluster.collective_weight_transport import Pairs
+from distflow.cluster.process_groups import Collectives
+from distflow.cluster.remote_calls import PeersLate, shorten
+from distflow.cluster.remote_sample_queue import RemoteSampleQueue
+from distflow.cluster.weights_to_workers import RayWeights, WeightReceivers, put_in_store
+from distflow.observe.writing.timing import Waits
+from distflow.runtime.early_stop_and_signals import Stop
+from distflow.runtime.spec import Spec
+from distflow.runtime.weight_sync.bucket_files import Carry, write_bucket
+from distflow.runtime.weight_sync.protocol import WeightPort
+from distflow.runtime.weight_sync.receiver import IncomingWeights
+from distflow.runtime.weight_sync.same_process_weights import LocalWeights, StreamedWeights
+from distflow.runtime.worker_inputs import Ports
+from distflow.runtime.worker_place_and_dp_groups import Place
+
+_OTHERS_ARE_LATE = "Timed out waiting"  # from gloo's message
+
+
+class WorkerPorts:
+    def __init__(self, spec: Spec, place: Place, coordinator: Any, exchange: Any) -> None:
+        """coordinator, exchange: handles of the actors. exchange: None if dp groups send each other nothing."""
+        self._spec, self._place, self._coordinator, self._exchange = spec, place, coordinator, exchange
+        self.stop, self.incoming_weights = Stop(), IncomingWeights()
+
+    def build(self, among: Collectives, waits: Waits, rollout_workers: WeightReceivers | None) -> Ports:
+        """rollout_workers: those that only generate, for the leading worker."""
+        place = self._place
+        among.record(waits)
+        weights: WeightPort = self.incoming_weights
+        ready, reshard = None, None
+        if place.dp_group:
+            weights = LocalWeights(waits) if among.mesh is None else StreamedWeights(waits)
+            if self._exchange is not None:
+                from distflow.cluster.reshard_through_object_store import RayReshard
+
+                reshard = RayReshard(self._exchange, waits)
+        elif "rollout" in self._spec.plan.ranks[place.rank].engines:
+            ready = self.incoming_weights.ready
+        if rollout_workers is not None:
+            options = self._spec.options
+            run_dir, timeout_s = self._spec.run_dir, options.engine_timeout_s
+            carry: Carry = put_in_store
+            device = "cpu"
+            if options.weight_update_mode == "disk":
+                carry = partial(write_bucket, run_dir)
+            elif options.weight_update_mode == "collective":
+                device = self._spec.plan.ranks[place.rank].device.partition(":")[0]
+                carry = Pairs(run_dir, device, timeout_s, rollout_workers.note)
+            weights = RayWeights(weights, rollout_workers, carry, timeout_s, waits, device)
+        queue = RemoteSampleQueue(self._coordinator, place.generator, place.first, waits, self.stop, ready)
+        ports = Ports(queue, weights, among.dp_group, among.data, among.everyone, self._rollout_ended, reshard=reshard)
+        return ports if rollout_workers is None else replace(ports, validate=rollout_workers.validate)
+
+    @contextmanager
+    def short_errors(self, are_reported: bool) -> Iterator[None]:
+        """Shortens the message of an error inside. are_reported: errors are reported to the other workers before this
+        one exits, so that they stop waiting. An error that says that others are late is not: the driver finds out
+        which."""
+        try:
+            yield
+        except BaseException as err:  # anything that ends this worker, including a requested exit
+            if are_reported and isinstance(err, RuntimeError) and _OTHERS_ARE_LATE in str(err):
+                raise PeersLate(f"worker {self._place.rank} timed out waiting for other workers: {err}") from err
+            shorten(err)
+            if are_reported:
+                self._fail(err)
+            raise
+
+    def _rollout_ended(self, error: BaseException) -> None:
+        """Called when the rollout loop here ended. A worker that cancels it is exiting, and has reported any
+        failure."""
+        if not isinstance(error, CancelledError):
+            shorten(error)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._coordinator.fail.remote(error)
+        if self._exchange is not None:
+            self._exchange.fail.remote(error)

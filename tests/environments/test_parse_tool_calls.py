@@ -1,0 +1,115 @@
+"""The five formats of tool calls, in the models' own words: read, and refused with a reason where they are broken."""
+
+from pathlib import Path
+
+import pytest
+
+from distflow.environments.parse_tool_calls import FORMATS, find_tool_calls, format_of
+from distflow.errors import UserError
+
+ADD = ("add", {"a": 1, "b": [2, {"c": "x"}]})
+READ = [
+    (
+        "hermes",
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "x"}]}}\n</tool_call>',
+        [ADD],
+    ),
+    (
+        "hermes",
+        'I add.\n<tool_call>\n{"name": "f", "arguments": {"text": "</tool_call> in\na string"}}\n</tool_call>\n'
+        '<tool_call>{"name": "g", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        [("f", {"text": "</tool_call> in\na string"}), ("g", {"a": 1})],
+    ),
+    ("hermes", 'it is <think> so\n<tool_call>{"name": "f", "arguments": {}}</tool_call>', [("f", {})]),
+    ("hermes", '<think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>\n</think>\nThe answer is 3.', []),
+    ("hermes", '<think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>', []),
+    ("hermes", "The answer is 3.", []),
+    ("llama3", '{"name": "add", "parameters": {"a": 1, "b": [2, {"c": "x"}]}}', [ADD]),
+    (
+        "llama3",
+        '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"a": null}}',
+        [("f", {}), ("g", {"a": None})],
+    ),
+    ("llama3", 'The JSON {"name": "add"} is an example.', []),
+    ("llama3", '{"answer": 3}', []),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "x"}]}, "id": "000000001"}]',
+        [ADD],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": "[ARGS]"}[TOOL_CALLS]g[ARGS]{}',
+        [("f", {"a": "[ARGS]"}), ("g", {})],
+    ),
+    ("mistral", "The answer is [3].", []),
+    ("pythonic", '[add(a=1, b=[2, {"c": "x"}])]', [ADD]),
+    (
+        "pythonic",
+        "<|python_start|>[f(x=-1.5, y=None), api.g(z='a, b)')]<|python_end|>",
+        [("f", {"x": -1.5, "y": None}), ("api.g", {"z": "a, b)"})],
+    ),
+    ("pythonic", "[1, 2, 3] is a list.", []),
+    (
+        "xml",
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
+        "<parameter=b>\nline 1\nline > 2\n</parameter>\n</function>\n</tool_call>",
+        [("add", {"a": "1", "b": "line 1\nline > 2"})],
+    ),
+    ("xml", "<function=f></function>\n<function=g><parameter=a></parameter></function>", [("f", {}), ("g", {"a": ""})]),
+]
+BROKEN = [
+    ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1}\n</tool_call>', "cannot be read"),
+    ("hermes", '<tool_call>\n{"name": "add", "argum', "cut off"),
+    ("hermes", "<tool_call></tool_call>", "cut off"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "NaN is not JSON"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "must be a JSON object"),
+    ("hermes", '<tool_call>["f"]</tool_call>', "must be"),
+    ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", "cannot be read"),
+    ("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": {"9" * 5000}}}}}</tool_call>', "cannot be read"),
+    ("llama3", '<|python_tag|>brave_search.call(query="x")', "cannot be read"),
+    ("llama3", '{"name": "add", "parameters": {"a": 1}', "cannot be read"),
+    ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}', "cannot be read"),
+    ("mistral", "[TOOL_CALLS]f[ARGS]{a: 1}", "cannot be read"),
+    ("pythonic", "[add(a=1, b=", "cannot be read"),
+    ("pythonic", "[add(1)]", "needs its name"),
+    ("pythonic", "[add(a=open('x'))]", "not a plain value"),
+    ("pythonic", "[add(a={1, 2})]", "not a plain value"),
+    ("pythonic", "[f(a=1), 2]", "not a call"),
+    ("pythonic", f"[a{'.a' * 400}(x=1)]", "cannot be read"),
+    ("pythonic", f"[f(a=1), a{'.a' * 400}]", "cannot be read"),
+    ("pythonic", f"[f(a=1), 0x{'f' * 5000}]", "cannot be read"),
+    ("xml", "<tool_call>\n<function=add>\n<parameter=a>\n1", "no </function>"),
+    ("xml", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</function>", "no </parameter>"),
+    ("xml", '<tool_call>\n{"name": "add"}\n</tool_call>', "no <function="),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "calls"), READ)
+def test_calls_are_read(form: str, text: str, calls: list[object]) -> None:
+    found = find_tool_calls(text, form)
+    assert [(call.name, call.arguments) for call in found] == calls and not any(call.problem for call in found)
+    assert all(call.typed == (form != "xml") for call in found)
+
+
+@pytest.mark.parametrize(("form", "text", "reason"), BROKEN)
+def test_a_broken_call_has_a_reason(form: str, text: str, reason: str) -> None:
+    assert reason in find_tool_calls(text, form)[-1].problem
+
+
+def test_a_broken_call_leaves_the_others() -> None:
+    one = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    problems = [bool(call.problem) for call in find_tool_calls(f"{one}<tool_call>{{</tool_call>{one}", "hermes")]
+    assert problems == [False, True, False]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3", "mistral"])
+def test_the_template_says_the_format(name: str) -> None:
+    template = (Path(__file__).parents[1] / "data" / "templates" / f"{name}.jinja").read_text()
+    assert format_of(template) == {"qwen2": "hermes", "qwen3": "hermes"}.get(name, name)
+
+
+def test_a_template_without_calls_is_refused_with_all_formats() -> None:
+    with pytest.raises(UserError) as error:
+        format_of("{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert all(name in str(error.value) for name in FORMATS)

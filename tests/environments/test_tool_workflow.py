@@ -1,0 +1,257 @@
+"""Tools as an episode calls them: whatever a tool does, the model gets a bounded text that says so."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.environments.parse_tool_calls import ToolCall
+from distflow.environments.tool_workflow import EpisodeTools, Tools
+from distflow.errors import UserError
+from distflow.sandbox.interface import Limits
+from distflow.sandbox.local_sandbox import Sandbox, Session
+from tests.patience import is_running
+
+FILE = f"{Path(__file__).with_name('hostile_tools.py')}:"
+MOST = 300
+HOSTILE = [
+    ("exits", "exited with status 3"),
+    ("crashes", "ended by SIGSEGV"),
+    ("fills", "it ran out of memory"),
+    ("asks_to_exit", "raised SystemExit: 4 (at hostile_tools.py:"),
+    ("raises", "raised KeyError: 'no such thing' (at hostile_tools.py:"),
+    ("returns_bytes", "returned bytes, which is neither text nor a JSON value"),
+    ("returns_nan", "returned float, which is neither text nor a JSON value"),
+    ("returns_much", "[cut: the answer has 1,000,000 characters]"),
+    ("colours", "red and\tplain\n\n[control characters are left out]"),
+    ("half", "ab\n[control characters are left out]"),
+]
+GOOD = ["total", "later", "secret", "forks", "starts"]
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tools]:
+    texts = tmp_path_factory.mktemp("texts") / "texts.txt"
+    texts.write_text("The capital of France is Paris.\nCats have four legs.\nA tower in Paris is tall.\n")
+    own = [FILE + name for name in (*(name for name, _ in HOSTILE), *GOOD) if name != "secret"]
+    keyed = {"name": f"{FILE}secret", "options": {"key": "-hidden"}}
+    search = {"name": "search", "options": {"file": str(texts), "count": 2}}
+    with closing(Tools([*own, keyed, search, "calculator", "python"], 60.0, MOST)) as tools:
+        yield tools
+
+
+def answers(tools: Tools, *calls: ToolCall) -> tuple[list[str], EpisodeTools]:
+    async def run() -> tuple[list[str], EpisodeTools]:
+        with EpisodeTools(tools, ("a seed",)) as episode:
+            return [await episode.run(call) for call in calls], episode
+
+    return asyncio.run(run())
+
+
+def test_whatever_a_tool_does_is_a_bounded_text_and_counted(tools: Tools) -> None:
+    calls = [ToolCall(name) for name, _ in HOSTILE]
+    texts, episode = answers(tools, *calls, ToolCall("later", {"a": 1}))
+    for (name, said), text in zip(HOSTILE, texts, strict=False):
+        assert said in text and len(text) < MOST + 100, (name, text)
+    assert texts[-1] == '{"sum": 3}'
+    assert episode.calls == {**{name: 1 for name, _ in HOSTILE}, "later": 1}
+    assert {name for name, number in episode.errors.items() if number} == {name for name, _ in HOSTILE}
+
+
+def test_what_a_module_keeps_lasts_for_the_episode_and_not_longer(tools: Tools) -> None:
+    call = ToolCall("total", {"amount": 2})
+    assert answers(tools, call, call)[0] == ["2", "4"] and answers(tools, call)[0] == ["2"]
+
+
+def test_a_tool_that_forks_answers_once(tools: Tools) -> None:
+    assert answers(tools, ToolCall("forks"), ToolCall("total", {"amount": 1}))[0] == ["forked", "1"]
+
+
+def test_processes_of_a_tool_end_with_the_episode(tools: Tools, tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    assert answers(tools, ToolCall("starts", {"file": str(file)}))[0] == ["started"]
+    while is_running(int(file.read_text())):  # else this test runs into its timeout
+        time.sleep(0.05)
+
+
+def test_a_call_that_does_not_end_is_ended_at_its_deadline() -> None:
+    with closing(Tools([f"{FILE}hangs", "python"], 0.5, MOST)) as tools:
+        calls = ToolCall("hangs"), ToolCall("python", {"code": "while True: pass"})
+        texts, episode = answers(tools, *calls)
+    assert texts == [
+        "error: hangs ended its process: no answer within 0.5 s",
+        "error: python ended its process: no answer within 0.5 s; names defined before are lost",
+    ]
+    assert episode.errors == {"hangs": 1, "python": 1} and min(episode.ms["hangs"], episode.ms["python"]) >= 400
+
+
+def test_calls_that_fit_no_tool_are_answered(tools: Tools) -> None:
+    bad = [
+        (ToolCall("totl", {"amount": 1}), "error: there is no tool 'totl'; did you mean 'total'?"),
+        (ToolCall("total", {"amont": 1}), "error: total has no parameter 'amont'; did you mean 'amount'?"),
+        (ToolCall("total", {}), "missing 1 required positional argument: 'amount'"),
+        (ToolCall("", problem="it is broken"), "error: it is broken"),
+        (ToolCall("x" * 10_000), "there is no tool 'xxx"),
+        (ToolCall("secret", {"word": "a", "key": "mine"}), "secret has no parameter 'key'"),
+    ]
+    texts, episode = answers(tools, *(call for call, _ in bad))
+    for (_, said), text in zip(bad, texts, strict=True):
+        assert said in text and len(text) < 700
+    assert episode.errors["unknown"] == 3 and episode.errors["total"] == 2
+
+
+def test_text_arguments_become_what_the_schema_declares(tools: Tools) -> None:
+    calls = [
+        ToolCall("later", {"a": "1", "b": "4"}, typed=False),
+        ToolCall("secret", {"word": "12"}, typed=False),
+    ]
+    assert answers(tools, *calls)[0] == ['{"sum": 5}', "12-hidden"]
+
+
+def test_arguments_that_are_nested_too_deeply_are_answered(tools: Tools) -> None:
+    text, nested = "[" * 100_000, list[object]()
+    for _ in range(5000):
+        nested = [nested]
+    texts, _ = answers(tools, ToolCall("later", {"a": text}, typed=False), ToolCall("later", {"a": nested}))
+    assert texts[0].startswith("error: later raised TypeError")
+    assert texts[1] == "error: the arguments of later are nested too deeply"
+
+
+def test_schemas_are_those_of_signature_and_docstring_without_options(tools: Tools) -> None:
+    schemas = {schema["function"]["name"]: schema["function"] for schema in tools.schemas}
+    assert schemas["later"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "description": "The first."},
+            "b": {"type": "integer", "description": "The second."},
+        },
+        "required": ["a"],
+    }
+    assert set(schemas["secret"]["parameters"]["properties"]) == {"word"}
+    assert set(schemas["search"]["parameters"]["properties"]) == {"query"}
+    assert schemas["calculator"]["description"].startswith("Computes")
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("(12 + 30) * 2 / sqrt(16)", "21.0"),
+        ("2^10 - 7 // 2 % 2", "1023"),
+        ("max(3, -4, 5) + abs(-6)", "11"),
+        ("1/0", "ZeroDivisionError"),
+        ("__import__('os')", "is no arithmetic"),
+        ("9**9**9", "exponent is larger"),
+        ("1+", "SyntaxError"),
+        ("True + 1", "is no arithmetic"),
+    ],
+)
+def test_calculator(tools: Tools, expression: str, value: str) -> None:
+    (text,), _ = answers(tools, ToolCall("calculator", {"expression": expression}))
+    assert value in text and ("error" in text) == (not value[0].isdigit())
+
+
+def test_search_ranks_by_bm25(tools: Tools) -> None:
+    found, nothing = answers(tools, ToolCall("search", {"query": "PARIS capital"}), ToolCall("search", {"query": "x"}))[
+        0
+    ]
+    assert found == "The capital of France is Paris.\n\nA tower in Paris is tall."
+    assert nothing == "no text has any of these words"
+
+
+def test_python_keeps_names_over_the_calls_of_an_episode(tools: Tools) -> None:
+    codes = [
+        "x = 3\nprint('set')\nx + 1",
+        "x * 2",
+        "1/0",
+        "x",
+        "import os\nos.fork()",
+        "import os\nos._exit(0)",
+        "x",
+        "f(",
+    ]
+    texts, episode = answers(tools, *(ToolCall("python", {"code": code}) for code in codes), ToolCall("python", {}))
+    assert texts[:2] == ["set\n4\n", "6\n"] and texts[3] == "3\n"
+    assert "ZeroDivisionError" in texts[2] and "Error" in texts[4]
+    assert "names defined before are lost" in texts[5] and "NameError" in texts[6]
+    assert "SyntaxError" in texts[7] and "code must be a text" in texts[8] and episode.errors["python"] == 6
+    assert "NameError" in answers(tools, ToolCall("python", {"code": "x"}))[0][0]
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("calculater", "no built-in tool 'calculater'; did you mean 'calculator'?"),
+        (f"{FILE}missing", "has no 'missing'"),
+        (f"{FILE}undescribed", "Give every parameter a type"),
+        ({"name": "search"}, "cannot be made: TypeError"),
+        ({"name": "search", "options": {"file": "/no/such/file"}}, "cannot be read from '/no/such/file'"),
+        ({"name": "search", "options": {"files": "x"}}, "does not take its options"),
+        ({"path": "x"}, "neither a name nor {name, options}"),
+        ("nowhere.tools:f", "no module"),
+    ],
+)
+def test_a_tool_that_cannot_be_used_is_refused(entry: str | dict[str, object], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        Tools([entry], 1.0, 100).close()  # type: ignore[list-item]  # a wrong entry
+    assert said in str(error.value)
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(UserError, match="two tools have the same name: calculator"):
+        Tools(["calculator", "calculator"], 1.0, 100)
+
+
+class HeldSandbox(Sandbox):
+    """Opens sessions that are held before they open, or at their first call, and records what closes them."""
+
+    def __init__(self, held: str) -> None:
+        super().__init__()
+        self.held, self.reached, self.go = held, threading.Event(), threading.Event()
+        self.closed_by = list[threading.Thread]()
+
+    def reach(self, name: str) -> None:
+        if name == self.held:
+            self.reached.set()
+            assert self.go.wait(60)
+
+    def open(self, code: str, limits: Limits | None = None) -> Session:
+        self.reach("open")
+        session = super().open(code, limits)
+        call, close = session.call, session.close
+
+        def held_call(*args: Any) -> Any:
+            self.reach("call")
+            return call(*args)
+
+        def recorded_close() -> None:
+            self.closed_by.append(threading.current_thread())
+            close()
+
+        session.call, session.close = held_call, recorded_close  # type: ignore[method-assign]
+        return session
+
+
+@pytest.mark.parametrize("held", ["open", "call"])
+def test_a_session_that_a_cancelled_call_still_uses_is_closed_by_that_call(held: str) -> None:
+    async def run(tools: Tools, sandbox: HeldSandbox) -> None:
+        with EpisodeTools(tools, ()) as episode:
+            call = asyncio.ensure_future(episode.run(ToolCall("python", {"code": "1 + 1"})))
+            await asyncio.to_thread(sandbox.reached.wait, 60)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+        assert not sandbox.closed_by, "it is in use"
+        sandbox.go.set()
+
+    with closing(Tools(["python"], 60.0, MOST)) as tools, closing(HeldSandbox(held)) as sandbox:
+        assert tools.sandbox is not None
+        tools.sandbox.close()
+        tools.sandbox = sandbox
+        asyncio.run(run(tools, sandbox))  # at its end it waits for its threads
+    (thread,) = sandbox.closed_by
+    assert thread is not threading.current_thread()

@@ -1,0 +1,156 @@
+"""What is a workflow, what its result means, and the built-in one of several turns."""
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.environments import workflow
+from distflow.environments.chat import Limits, Prompt
+from distflow.environments.workflow_loading_and_builtins import Row, load_workflow, multi_turn
+from distflow.errors import UserError
+from distflow.pipelines.nodes.workflow_rollout import read_outcome
+from distflow.rewards.reward_results import Score
+from distflow.rewards.router import RewardOutcome
+from tests.environments.test_chat import FAMILIES, Engine, chat_of
+
+FILE = """
+class ByAReaL:
+    def __init__(self, reward_fn):
+        self.reward_fn = reward_fn
+
+    async def arun_episode(self, engine, data):
+        return None
+
+class Old:
+    def run_episode(self, engine, data):
+        return None
+
+made = ByAReaL(len)
+
+class Fails:
+    def __init__(self):
+        raise RuntimeError("no game")
+
+class Plain:
+    def __call__(self, chat, row):
+        return 1.0
+
+def plain(chat, row):
+    return 1.0
+
+async def other(row, chat):
+    return 1.0
+
+NUMBER = 7
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("ByAReaL", "needs reward_fn"),
+        ("Old", "an instance of 'Old' .* cannot be called: .* an object with an async arun_episode"),
+        ("Fails", "cannot be constructed: RuntimeError: no game"),
+        ("Plain", "is no async function"),
+        ("plain", "is no async function"),
+        ("other", "must take `chat` and `row` first"),
+        ("NUMBER", "is 7, which cannot be called"),
+    ],
+)
+def test_what_is_no_workflow_is_refused(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "own.py").write_text(FILE)
+    with pytest.raises(UserError, match=said):
+        load_workflow(f"{tmp_path}/own.py:{name}", {})
+
+
+@pytest.mark.parametrize("limit", [{"max_turns": 0}, {"max_turns": 1.5}, {"max_turns": True}])
+@pytest.mark.parametrize("name", ["multi_turn", "tools", "environment", "harbor"])
+def test_limits_are_above_zero(name: str, limit: dict[str, object]) -> None:
+    with pytest.raises(UserError, match=r"workflow_kwargs.max_turns=\S+: set a number above 0"):
+        load_workflow(name, limit)
+
+
+def test_a_timeout_is_above_zero() -> None:
+    with pytest.raises(UserError, match=r"timeout_s=-1: set a number above 0"):
+        load_workflow("by_domain", {"default": {"workflow": "tools", "tools": ["calculator"], "timeout_s": -1}})
+
+
+def test_areals_form_is_a_workflow_as_a_class_with_options_and_as_an_object(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(FILE)
+    for name, options in (("ByAReaL", {"reward_fn": 1}), ("made", {})):
+        loaded = load_workflow(f"{tmp_path}/own.py:{name}", options)
+        assert loaded.name == name and not loaded.scores
+    with pytest.raises(UserError, match="'made' has no such option; it has none"):
+        load_workflow(f"{tmp_path}/own.py:made", {"reward_fn": 1})
+
+
+def test_the_decorator_refuses_at_once() -> None:
+    with pytest.raises(UserError, match="@workflow: plain is no async function"):
+
+        @workflow
+        def plain(chat: Any, row: Any) -> float:  # type: ignore[type-var]
+            return 1.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "value", "parts", "accuracy"),
+    [
+        (1, 1.0, {}, 1.0),
+        (True, 1.0, {}, 1.0),
+        (-0.5, -0.5, {}, -0.5),
+        ({"found": True, "early": 0.25}, 1.25, {"found": 1.0, "early": 0.25}, 1.25),
+        ({"score": 2, "found": 1}, 2.0, {"found": 1.0}, 2.0),
+        ({"style": 0.5, "acc": 1}, 0.5, {"style": 0.5}, 1.0),
+    ],
+)
+def test_scores(returned: object, value: float, parts: dict[str, float], accuracy: float) -> None:
+    outcome = read_outcome(returned)
+    assert outcome is not None and outcome.reward_result == Score(value)
+    assert outcome.scores() == parts and outcome.accuracy == accuracy
+
+
+def test_a_result_of_the_reward_functions_passes_and_none_rejects() -> None:
+    outcome = RewardOutcome(Score(0.5), {}, 1.0)
+    assert read_outcome(outcome) is outcome and read_outcome(None) is None
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        "seven",
+        math.nan,
+        math.inf,
+        {},
+        {"found": "yes"},
+        {"a": math.nan},
+        [1.0],
+        object(),
+        {"acc": 1.0},
+        {"a": 1e308, "b": 1e308},
+        RewardOutcome(Score(0.5)).discounted(math.nan),
+        RewardOutcome(Score(1e308)).discounted(10.0),
+        RewardOutcome(Score(0.5), {}, math.nan),
+    ],
+)
+def test_anything_else_is_an_error(returned: object) -> None:
+    with pytest.raises(ValueError, match="it returned"):
+        read_outcome(returned)
+
+
+@pytest.mark.parametrize(
+    ("response", "turns", "score"),
+    [(1000, 3, 0.25), (5, 2, 0.5), (4, 1, 1.0)],  # the feedback has two tokens, each reply two but the last one
+)
+def test_the_discount_counts_the_turns_that_had_room(response: int, turns: int, score: float) -> None:
+    chat = chat_of(FAMILIES["qwen2.5"](), Engine([[5, 6], [7, 8], [9]]), Limits(response, 2000))
+
+    async def score_of(reply: object) -> RewardOutcome:
+        return RewardOutcome(Score(1.0), {}, 0.0)
+
+    row, chat.templated = Row(Prompt("ask", (1, 2))), False
+    outcome = asyncio.run(multi_turn(chat, row, score_of, feedback="=?", turn_discount=0.5))
+    assert isinstance(outcome, RewardOutcome) and outcome.reward_result == Score(score)
+    assert sum(segment.owner == "policy" for segment in chat.segments) == turns

@@ -1,0 +1,86 @@
+"""The code that a config names: to look at its pipeline runs none of it."""
+
+from pathlib import Path
+
+import pytest
+
+from distflow import cli
+from distflow.config import load_config
+from distflow.config.derived_settings import code_of_workflow
+from distflow.launch.user_code_named_in_config import named_code, pipeline_code
+
+CODE = """
+from pathlib import Path
+
+Path(__file__).with_name("it ran").touch()
+
+async def workflow(chat, row):
+    return 1.0
+
+def tool(a: int) -> int:
+    '''Returns it.
+
+    Args:
+        a: The number.
+    '''
+    return a
+
+def accept(acc):
+    return True
+"""
+WORKFLOW = "actor_rollout_ref: {rollout: {workflow: NAME, workflow_kwargs: {OPTIONS}}}"
+CONFIGS = {
+    "workflow": ("FILE:workflow", "", "workflow: FILE:workflow"),
+    "tool": ("tools", "tools: ['FILE:tool']", "workflow_kwargs.tools: FILE:tool"),
+    "tool with options": (
+        "tools",
+        "tools: [calculator, {name: 'FILE:tool', options: {}}]",
+        "workflow_kwargs.tools: FILE:tool",
+    ),
+    "environment": ("environment", "env: 'FILE:tool'", "workflow_kwargs.env: FILE:tool"),
+    "filter": ("", "", "algorithm.filter_groups.should_accept: FILE:accept"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_graph_runs_no_code_of_its_nodes_unless_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    file, config = tmp_path / "own.py", tmp_path / "handed.yaml"
+    file.write_text(CODE)
+    workflow, options, named = (part.replace("FILE", str(file)) for part in CONFIGS[name])
+    text = WORKFLOW.replace("NAME", f"'{workflow}'").replace("OPTIONS", options) if workflow else ""
+    text = text or f"algorithm: {{filter_groups: {{should_accept: '{file}:accept'}}}}"
+    config.write_text(f"defaults: [grpo, _self_]\n{text}\n")
+    assert cli.main(["config", str(config), "--graph"]) == 2
+    err = capsys.readouterr().err
+    assert not (tmp_path / "it ran").exists() and named in err and "--trust-code" in err
+    assert cli.main(["config", str(config), "--graph", "--trust-code"]) == 0
+    assert (tmp_path / "it ran").exists() and named in capsys.readouterr().err
+
+
+def test_the_code_of_a_workflow_is_named_once() -> None:
+    kwargs = "{tools: [calculator, my_tools:weather, {name: my_tools:time}]}"
+    rollout = "actor_rollout_ref.rollout"
+    words = [f"{rollout}.workflow=tools", f"{rollout}.workflow_kwargs={kwargs}", "data.prompt_format=chat"]
+    config = load_config("grpo", words, complete=False).config
+    tools = [f"{rollout}.workflow_kwargs.tools: {name}" for name in ("my_tools:weather", "my_tools:time")]
+    assert pipeline_code(config) == tools and named_code(config) == tools
+    assert [name for _, name in code_of_workflow(config)] == ["my_tools:weather", "my_tools:time"]
+
+
+def test_a_config_does_not_run_the_code_of_its_curriculum_unless_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, config = tmp_path / "own.py", tmp_path / "handed.yaml"
+    file.write_text(CODE)
+    domain = "{train_files: 'builtin:arithmetic-rl', reward: exact_match}"
+    curriculum = f"{{function: '{file}:accept'}}"
+    data = f"{{max_prompt_length: 16, domains: {{a: {domain}, b: {domain}}}, curriculum: {curriculum}}}"
+    model = "{path: 'builtin:tiny-arithmetic', init: random}"
+    config.write_text(f"defaults: [grpo, _self_]\ndata: {data}\nactor_rollout_ref: {{model: {model}}}\n")
+    assert f"data.curriculum.function: {file}:accept" in named_code(load_config(str(config)).config)
+    assert cli.main(["config", str(config)]) == 0
+    assert not (tmp_path / "it ran").exists() and "--trust-code" in capsys.readouterr().err
+    assert cli.main(["config", str(config), "--trust-code"]) == 0
+    assert (tmp_path / "it ran").exists()
