@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
-from distflow.builtin_names import ESTIMATORS, LAUNCHERS, PIPELINES, SEVERAL_PROCESSES, BuiltinPipeline, Estimator
+from distflow.builtin_names import (
+    CUSTOM_REWARD,
+    ESTIMATORS,
+    LAUNCHERS,
+    PIPELINES,
+    SEVERAL_PROCESSES,
+    BuiltinPipeline,
+    Estimator,
+)
 from distflow.config.compose.setting_origins import pipeline_of_algorithm
 from distflow.config.compose.unknown_and_unused_keys import peek, suggest, with_group
 from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig, CriticConfig, OptimConfig, RefConfig
@@ -399,6 +407,10 @@ def named_rewards(config: Config) -> Iterator[tuple[str, str, tuple[RewardPart, 
         yield f"reward.functions.{name}", name, parts
     for name, domain in config.data.domains.items():
         yield f"data.domains.{name}.reward", name, domain.reward
+
+
+def uses_custom_reward(config: Config) -> bool:
+    return any(part.name == CUSTOM_REWARD for parts in reward_functions(config).values() for part in parts)
 
 
 def response_limit(config: Config, domain: str) -> int:

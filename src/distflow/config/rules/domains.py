@@ -22,7 +22,10 @@ from distflow.config.derived_settings import (
 from distflow.config.keys.algorithm import DIFFERING_LOSS
 from distflow.config.keys.data import DomainConfig
 from distflow.config.keys.schema import Config
-from distflow.config.rules import ACTOR, ROLLOUT, Finding, algorithm, pipeline_and_estimator, unused_options
+from distflow.config.rules import ACTOR, ROLLOUT, Finding
+from distflow.config.rules.algorithm import normalised_groups
+from distflow.config.rules.combinations import ALGORITHM_RULES
+from distflow.config.rules.pipeline_and_estimator import known_names
 
 _OF_SFT = ("response_key", "messages_key")
 _OF_RL = (
@@ -162,10 +165,7 @@ def used(config: Config) -> Iterator[Finding]:
             )
 
 
-_RULES_OF_DOMAINS = (
-    *(pipeline_and_estimator.group_of_one, pipeline_and_estimator.known_names),
-    *(algorithm.kl_control, algorithm.clip_ratios, *algorithm.NORMALIZATION_RULES, *unused_options.RULES),
-)
+_RULES_OF_DOMAINS = (known_names, normalised_groups, *ALGORITHM_RULES)
 
 
 def of_each(config: Config) -> Iterator[Finding]:

@@ -7,12 +7,9 @@ from distflow.config.compose.setting_origins import preset_names
 from distflow.config.compose.typed_values import did_you_mean
 from distflow.config.derived_settings import (
     CUSTOM,
-    algorithms,
     find_estimator,
     find_pipeline,
-    is_rl,
     is_sharded,
-    may_have_critic,
     named_rewards,
     pipeline_name,
     policies_of,
@@ -73,30 +70,6 @@ def pipeline_and_estimator(config: Config) -> Iterator[Finding]:
         yield Finding(keys, what, "set algorithm.adv_estimator=gae, or dag.pipeline=grpo")
 
 
-def group_of_one(config: Config) -> Iterator[Finding]:
-    """An estimator that compares the samples of a group needs at least two."""
-    estimator = find_estimator(config)
-    alone = config.actor_rollout_ref.rollout.n == 1 and is_rl(config)
-    if alone and estimator and estimator.needs_group and not config.algorithm.allow_group_of_one:
-        yield Finding(
-            (f"{ROLLOUT}.n", "algorithm.adv_estimator"),
-            f"{config.algorithm.adv_estimator} compares the samples of a prompt, but there is only one",
-            f"set {ROLLOUT}.n=8, or algorithm.adv_estimator=reinforce_plus_plus, or "
-            "algorithm.allow_group_of_one=true if this is intended",
-        )
-
-
-def workflow_and_estimator(config: Config) -> Iterator[Finding]:
-    """The baseline of remax is one greedy response, not an episode."""
-    names = {algorithm.adv_estimator for _, algorithm in algorithms(config)}
-    if config.actor_rollout_ref.rollout.workflow is not None and "remax" in names:
-        yield Finding(
-            (f"{ROLLOUT}.workflow", "algorithm.adv_estimator"),
-            "remax compares with one greedy response, which is not an episode of a workflow",
-            "set algorithm.adv_estimator=rloo",
-        )
-
-
 def known_names(config: Config) -> Iterator[Finding]:
     """A name that is not built in needs a module that registers it."""
     if config.trainer.imports or pipeline_name(config) == CUSTOM:
@@ -115,17 +88,6 @@ def known_names(config: Config) -> Iterator[Finding]:
                 f"{did_you_mean(name, table)}built-in names are {', '.join(table)}; write your own function as "
                 "file.py:function, or add the module that registers the name to trainer.imports",
             )
-
-
-def critic_warmup(config: Config) -> Iterator[Finding]:
-    """Critic warm-up needs a critic."""
-    warmup = config.trainer.critic_warmup
-    if warmup > 0 and not may_have_critic(config):
-        yield Finding(
-            ("trainer.critic_warmup", "dag.pipeline"),
-            f"the pipeline {pipeline_name(config)} has no critic: nothing would be trained during the warm-up",
-            "set trainer.critic_warmup=0",
-        )
 
 
 def known_policy(config: Config) -> Iterator[Finding]:
@@ -188,6 +150,6 @@ def _is_reference(text: str) -> bool:
 
 
 RULES = (
-    *(named_pipeline, pipeline_and_workflow, pipeline_and_estimator, group_of_one, workflow_and_estimator, known_names),
-    *(critic_warmup, known_policy, agents_and_policies),
+    *(named_pipeline, pipeline_and_workflow, pipeline_and_estimator, known_names),
+    *(known_policy, agents_and_policies),
 )

@@ -1,0 +1,130 @@
+"""The rules of `combinations.toml`: values of keys that contradict each other, and options without an effect."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import filter as matching
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from distflow.builtin_names import ESTIMATORS, POLICY_LOSSES, ROLLOUT_ENGINES, Entry
+from distflow.config.derived_settings import (
+    filters_groups,
+    find_pipeline,
+    is_one_process,
+    is_rl,
+    may_have_critic,
+    pipeline_name,
+    reads_pairs,
+    reward_functions,
+    uses_custom_reward,
+    validates,
+)
+from distflow.config.keys.schema import Config, changed_from_default, flatten, schema_keys
+from distflow.config.migration.tables import constant, expand, read_toml
+from distflow.config.rules import ACTOR, ROLLOUT, Finding
+from distflow.config.rules.algorithm import has_several_rewards
+from distflow.config.rules.models_and_engines import allocation_decides
+
+_TABLES = read_toml(Path(__file__).with_suffix(".toml"))
+_CONDITION = re.compile(r"([\w{},]+\.[\w.{},]+)(?: (is not|is|>) (.+))?")
+_BUILT_IN: dict[str, Mapping[str, Entry]] = {
+    "algorithm.adv_estimator": ESTIMATORS,
+    f"{ACTOR}.policy_loss": POLICY_LOSSES,
+    f"{ROLLOUT}.name": ROLLOUT_ENGINES,
+}
+
+
+def _has_single_part(config: Config) -> bool:
+    """Whether no domain of a built-in pipeline has several parts of the reward."""
+    parts = max(map(len, reward_functions(config).values()), default=0) + (config.reward.overlong.buffer_tokens > 0)
+    return parts < 2 and find_pipeline(config) is not None
+
+
+_FACTS: dict[str, Callable[[Config], object]] = {
+    "rl": is_rl,
+    "pairs": reads_pairs,
+    "critic": may_have_critic,
+    "validation": validates,
+    "one process": is_one_process,
+    "allocation": allocation_decides,
+    "custom reward": uses_custom_reward,
+    "filtered groups": filters_groups,
+    "single part": _has_single_part,
+    "trained agent": lambda config: any(each.trainable for each in config.actor_rollout_ref.rollout.agents.values()),
+    "rewards of turns": lambda config: (
+        has_several_rewards(config.algorithm) or config.algorithm.reward_level != "token"
+    ),
+}
+
+
+def unused_options(config: Config) -> Iterator[Finding]:
+    """Every option that is set has an effect."""
+    values, keys = flatten(config), schema_keys()
+    for switch, on, why, patterns in _TABLES["switches"]:
+        has_names = isinstance(keys[switch].default, str)
+        if not (values[switch] in on if has_names else values[switch]):
+            options = [option for pattern in patterns for option in matching(keys, pattern)]
+            for option in changed_from_default(values, options):
+                yield Finding((option, switch), why, f"set {switch}={on[0]}, or remove it")
+
+
+def _contradictions(table: str, config: Config) -> Iterator[Finding]:
+    """No rule of the table holds."""
+    values = flatten(config)
+    for rule in _rules(table):
+        named = [_fits(condition, config, values) for condition in rule["when"]]
+        if all(named) and all(_fits(condition, config, values) for condition in rule.get("if", ())):
+            what, advice = (_filled(rule[text], config, values) for text in ("what", "advice"))
+            yield Finding(tuple(named), what, advice, "missing" in rule)
+
+
+@cache
+def _rules(table: str) -> list[dict[str, Any]]:
+    """The rules of a table, one for each word of `each`."""
+    return [
+        {field: _replaced(given, word) for field, given in rule.items()}
+        for rule in _TABLES[table]
+        for word in rule.get("each", [""])
+    ]
+
+
+def _replaced(given: Any, word: str) -> Any:
+    return [_replaced(each, word) for each in given] if isinstance(given, list) else str(given).replace("EACH", word)
+
+
+def _fits(condition: str, config: Config, values: Mapping[str, object]) -> str:
+    """The key of a condition that holds, or its fact; else empty."""
+    found = _CONDITION.fullmatch(condition)
+    if found is None:
+        fact = condition.removeprefix("not ")
+        return fact if bool(_FACTS[fact](config)) == (fact == condition) else ""
+    keys, verb, wanted = found.groups()
+    return next((key for key in expand(keys) if verb is None or _holds(key, verb, wanted, values[key])), "")
+
+
+def _holds(key: str, verb: str, wanted: str, value: Any) -> bool:
+    if verb == ">":
+        return isinstance(value, int | float) and value > float(wanted)
+    return any(_is(key, value, word) for word in wanted.split(" or ")) == (verb == "is")
+
+
+def _is(key: str, value: Any, word: str) -> bool:
+    if word in ("set", "default"):
+        return bool(value) if word == "set" else value == schema_keys()[key].default
+    entry = _BUILT_IN[key].get(value) if key in _BUILT_IN else None
+    return bool(getattr(entry, word, False)) or value in (word, constant(word))
+
+
+def _filled(text: str, config: Config, values: Mapping[str, object]) -> str:
+    """The text with values in place of their keys in braces, and the name of the pipeline."""
+
+    def shown(place: re.Match[str]) -> str:
+        value = pipeline_name(config) if place[1] == "pipeline" else values[place[1]]
+        return f"{value:g}" if isinstance(value, float) else str(value)
+
+    return re.sub(r"\{([\w.]+)\}", shown, text)
+
+
+ALGORITHM_RULES = (unused_options, partial(_contradictions, "algorithm"))
+RULES = (*ALGORITHM_RULES, partial(_contradictions, "run"))
