@@ -48,6 +48,8 @@ _FACTS: dict[str, Callable[[Config], object]] = {
     "validation": validates,
     "one process": is_one_process,
     "allocation": allocation_decides,
+    "custom pipeline": lambda config: find_pipeline(config) is None,
+    "pipeline with critic": lambda config: (found := find_pipeline(config)) and found.has_critic,
     "custom reward": uses_custom_reward,
     "filtered groups": filters_groups,
     "single part": _has_single_part,
@@ -113,6 +115,8 @@ def _is(key: str, value: Any, word: str) -> bool:
     if word in ("set", "default"):
         return bool(value) if word == "set" else value == schema_keys()[key].default
     entry = _BUILT_IN[key].get(value) if key in _BUILT_IN else None
+    if word == "built-in":
+        return entry is not None
     return bool(getattr(entry, word, False)) or value in (word, constant(word))
 
 

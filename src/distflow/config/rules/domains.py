@@ -6,16 +6,12 @@ from dataclasses import replace
 from distflow.builtin_names import CURRICULA, POLICY_LOSSES
 from distflow.config.compose.typed_values import did_you_mean
 from distflow.config.derived_settings import (
-    CUSTOM,
     chooses_by_tags,
     config_of,
     find_pipeline,
     is_rl,
-    may_have_critic,
     own_losses,
-    pipeline_name,
     reward_functions,
-    takes_values,
     unfiltered_domains,
     validates,
 )
@@ -186,20 +182,6 @@ def of_each(config: Config) -> Iterator[Finding]:
                     yield replace(finding, keys=tuple(named.get(key, key) for key in finding.keys), advice=advice)
 
 
-def critics(config: Config) -> Iterator[Finding]:
-    """A domain's estimator that reads values needs a pipeline with a critic."""
-    if not is_rl(config) or pipeline_name(config) == CUSTOM or may_have_critic(config):
-        return
-    for domain in config.algorithm.domains:
-        own = config_of(config, domain).algorithm
-        if takes_values(own):
-            yield Finding(
-                (f"algorithm.domains.{domain}.adv_estimator", "dag.pipeline"),
-                f"{own.adv_estimator} needs the values of a critic, but the pipeline {pipeline_name(config)} has none",
-                "set dag.pipeline=rlvr, or an estimator without a critic such as reinforce",
-            )
-
-
 def clips(config: Config) -> Iterator[Finding]:
     """A domain sets the clip of a loss that has one."""
     for domain in own_losses(config):
@@ -223,4 +205,4 @@ def known(config: Config) -> Iterator[Finding]:
 
 
 RULES = (one_form, tags, sources, curriculum, rewards, lengths, used)
-ALGORITHM_RULES = (of_each, critics, clips, known)
+ALGORITHM_RULES = (of_each, clips, known)

@@ -7,8 +7,6 @@ from distflow.config.compose.setting_origins import preset_names
 from distflow.config.compose.typed_values import did_you_mean
 from distflow.config.derived_settings import (
     CUSTOM,
-    find_estimator,
-    find_pipeline,
     is_sharded,
     named_rewards,
     pipeline_name,
@@ -39,35 +37,6 @@ def named_pipeline(config: Config) -> Iterator[Finding]:
             f"module:function, "
             "file.py:function or a list of nodes",
         )
-
-
-def pipeline_and_workflow(config: Config) -> Iterator[Finding]:
-    """`workflow_type` and `dag.pipeline` do not contradict each other."""
-    kind, named = config.algorithm.workflow_type, {"DAPO": "dapo", "EMBODIED": "embodied_srpo"}
-    if (wanted := named.get(kind)) and pipeline_name(config) not in (wanted, CUSTOM):
-        yield Finding(
-            ("algorithm.workflow_type", "dag.pipeline"),
-            f"workflow_type={kind} selects the pipeline {wanted}, but dag.pipeline selects {config.dag.pipeline}",
-            f"set algorithm.workflow_type=DEFAULT, or dag.pipeline={wanted}",
-        )
-
-
-def pipeline_and_estimator(config: Config) -> Iterator[Finding]:
-    """An estimator that reads values needs a pipeline with a critic, and vice versa."""
-    pipeline, estimator = find_pipeline(config), find_estimator(config)
-    if pipeline is None or not pipeline.generates or pipeline.by_estimator or estimator is None:
-        return
-    chosen, name = pipeline_name(config), config.algorithm.adv_estimator
-    keys = ("algorithm.adv_estimator", "dag.pipeline" if config.dag.pipeline else "algorithm.workflow_type")
-    if estimator.needs_critic and not pipeline.has_critic:
-        yield Finding(
-            keys,
-            f"{name} needs the values of a critic, but the pipeline {chosen} has none",
-            "set dag.pipeline=ppo, or an estimator without a critic such as algorithm.adv_estimator=grpo",
-        )
-    if pipeline.has_critic and not estimator.needs_critic:
-        what = f"the pipeline {chosen} trains a critic that {name} does not read"
-        yield Finding(keys, what, "set algorithm.adv_estimator=gae, or dag.pipeline=grpo")
 
 
 def known_names(config: Config) -> Iterator[Finding]:
@@ -149,7 +118,4 @@ def _is_reference(text: str) -> bool:
     return is_module and all(part.isidentifier() for part in attribute.split("."))
 
 
-RULES = (
-    *(named_pipeline, pipeline_and_workflow, pipeline_and_estimator, known_names),
-    *(known_policy, agents_and_policies),
-)
+RULES = (named_pipeline, known_names, known_policy, agents_and_policies)
