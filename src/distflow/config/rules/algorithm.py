@@ -4,13 +4,7 @@ advantages: one normalisation at a time, each with an effect."""
 from collections.abc import Iterator
 
 from distflow.builtin_names import FILTER_METRICS
-from distflow.config.derived_settings import (
-    algorithms,
-    filters_groups,
-    is_rl,
-    reward_functions,
-    unfiltered_domains,
-)
+from distflow.config.derived_settings import algorithms, filters_groups, is_rl, reward_functions, unfiltered_domains
 from distflow.config.keys.algorithm import AlgorithmConfig, spread
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, ROLLOUT, Finding

@@ -6,12 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from distflow.builtin_names import MODELS, ROLLOUT_ENGINES
-from distflow.config.derived_settings import (
-    action_head,
-    is_rl,
-    is_sharded,
-    may_have_critic,
-)
+from distflow.config.derived_settings import action_head, is_rl, is_sharded, may_have_critic
 from distflow.config.keys.actor_rollout_ref_and_critic import OptimConfig
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import Config

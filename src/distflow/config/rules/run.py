@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from distflow.config.derived_settings import val_files, validates
+from distflow.config.derived_settings import data_files, validates
 from distflow.config.keys.schema import Config
 from distflow.config.keys.trainer_async_and_trust import StopCondition
 from distflow.config.rules import Finding
@@ -23,7 +23,7 @@ def validation(config: Config) -> Iterator[Finding]:
 
 
 def _val_files(config: Config) -> str:
-    return next(iter(val_files(config)))
+    return next(iter(data_files(config, "val_files")))
 
 
 def stop_when(config: Config) -> Iterator[Finding]:
