@@ -108,14 +108,14 @@ def compose_values(source: Path, overrides: Sequence[str], base: str | None = No
     """
     result = Composition()
     parsed = _read_overrides(overrides, result)
-    unreadable: list[Problem] = []
-    read_settings(source, "", unreadable)
-    if unreadable:
-        raise ConfigError([*result.problems, *unreadable])
+    try:
+        read_settings(source, "")
+    except ConfigError as error:
+        raise ConfigError([*result.problems, *error.problems]) from None
     with _hydra(source, base) as files:
         chosen = _choose_files(source, files, result)
         for path, package in _paths(source, chosen):
-            result.settings += read_settings(path, package, unreadable)
+            result.settings += read_settings(path, package)
         if result.failure:
             return result
         applied = [*_applied(parsed, result)]
@@ -327,10 +327,7 @@ class _CheckedFiles(FileConfigSource):
         return "distflow"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        problems: list[Problem] = []
-        read_node(Path(self.path, self._normalize_file_name(config_path)), problems)
-        if problems:
-            raise ConfigError(problems)
+        read_node(Path(self.path, self._normalize_file_name(config_path)))
         return super().load_config(config_path)
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import filter as matching
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from distflow.config.derived_settings import (
     uses_custom_reward,
     validates,
 )
+from distflow.config.keys.declare import is_group, walk
 from distflow.config.keys.schema import Config, changed_from_default, flatten, schema_keys
 from distflow.config.migration.tables import constant, expand, read_toml
 from distflow.config.rules import ACTOR, ROLLOUT, Finding
@@ -27,7 +28,7 @@ from distflow.config.rules.algorithm import has_several_rewards
 from distflow.config.rules.models_and_engines import allocation_decides
 
 _TABLES = read_toml(Path(__file__).with_suffix(".toml"))
-_CONDITION = re.compile(r"([\w{},]+\.[\w.{},]+)(?: (is not|is|>) (.+))?")
+_CONDITION = re.compile(r"([\w{},]+\.[\w.{},]+)(?: (is not|is|has|>) (.+))?")
 _BUILT_IN: dict[str, Mapping[str, Entry]] = {
     "algorithm.adv_estimator": ESTIMATORS,
     f"{ACTOR}.policy_loss": POLICY_LOSSES,
@@ -53,6 +54,7 @@ _FACTS: dict[str, Callable[[Config], object]] = {
     "custom reward": uses_custom_reward,
     "filtered groups": filters_groups,
     "single part": _has_single_part,
+    "fsdp allocation": lambda config: re.search(r"\bfsdp\b", config.trainer.allocation or ""),
     "trained agent": lambda config: any(each.trainable for each in config.actor_rollout_ref.rollout.agents.values()),
     "rewards of turns": lambda config: (
         has_several_rewards(config.algorithm) or config.algorithm.reward_level != "token"
@@ -74,21 +76,24 @@ def unused_options(config: Config) -> Iterator[Finding]:
 def _contradictions(table: str, config: Config) -> Iterator[Finding]:
     """No rule of the table holds."""
     values = flatten(config)
-    for rule in _rules(table):
+    for key, named in flatten(config).items():
+        for name, own in named.items() if isinstance(named, dict) else ():
+            values |= {below: value for below, _, value, _ in walk(own, f"{key}.{name}")} if is_group(own) else {}
+    for rule in _rules(table, values):
         named = [_fits(condition, config, values) for condition in rule["when"]]
         if all(named) and all(_fits(condition, config, values) for condition in rule.get("if", ())):
             what, advice = (_filled(rule[text], config, values) for text in ("what", "advice"))
             yield Finding(tuple(named), what, advice, "missing" in rule)
 
 
-@cache
-def _rules(table: str) -> list[dict[str, Any]]:
-    """The rules of a table, one for each word of `each`."""
-    return [
-        {field: _replaced(given, word) for field, given in rule.items()}
-        for rule in _TABLES[table]
-        for word in rule.get("each", [""])
-    ]
+def _rules(table: str, values: Mapping[str, object]) -> Iterator[dict[str, Any]]:
+    """The rules of a table, one for each word of `each`, or key of that pattern."""
+    for rule in _TABLES[table]:
+        for pattern in rule.get("each", ()):
+            for word in matching(values, pattern) if "*" in pattern else [pattern]:
+                yield {field: _replaced(given, word) for field, given in rule.items() if field != "each"}
+        if "each" not in rule:
+            yield rule
 
 
 def _replaced(given: Any, word: str) -> Any:
@@ -108,6 +113,8 @@ def _fits(condition: str, config: Config, values: Mapping[str, object]) -> str:
 def _holds(key: str, verb: str, wanted: str, value: Any) -> bool:
     if verb == ">":
         return isinstance(value, int | float) and value > float(wanted)
+    if verb == "has":
+        return wanted.strip("'") in (value or ())
     return any(_is(key, value, word) for word in wanted.split(" or ")) == (verb == "is")
 
 

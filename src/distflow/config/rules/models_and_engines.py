@@ -75,22 +75,6 @@ def optimizers(config: Config) -> Iterator[Finding]:
             yield Finding((f"{prefix}.min_lr_ratio", scheduler), what, advice)
 
 
-def sampling(config: Config) -> Iterator[Finding]:
-    """Sampling leaves tokens to choose from, and a response cannot be empty."""
-    rollout = config.actor_rollout_ref.rollout
-    sampled: list[tuple[str, int | None, tuple[str, ...] | None]] = [
-        (ROLLOUT, rollout.top_k, rollout.stop),
-        (f"{ROLLOUT}.val_kwargs", rollout.val_kwargs.top_k, ()),
-        *((f"data.domains.{name}", own.top_k, own.stop) for name, own in config.data.domains.items()),
-        *((f"{ROLLOUT}.agents.{name}", own.top_k, own.stop) for name, own in rollout.agents.items()),
-    ]
-    for key, top_k, stop in sampled:
-        if top_k == 0:
-            yield Finding((f"{key}.top_k",), "no token would be left", "set it to -1 (off), or to 1 or more")
-        if "" in (stop or ()):
-            yield Finding((f"{key}.stop",), "the empty string would end every response at once", "remove it")
-
-
 def weight_sync(config: Config) -> Iterator[Finding]:
     """Weight syncs are frequent enough for the staleness."""
     if not is_rl(config):
@@ -172,21 +156,6 @@ def tensor_parallel_rollout(config: Config) -> Iterator[Finding]:
         yield Finding((key, "trainer.n_gpus_per_node"), why, advice)
 
 
-def sampling_of_server(config: Config) -> Iterator[Finding]:
-    """The log-probs of a truncated distribution are reported; those of temperature and top-k always are."""
-    rollout = config.actor_rollout_ref.rollout
-    entry = ROLLOUT_ENGINES.get(rollout.name)
-    if entry is None or entry.reports_truncated:
-        return
-    given = {f"{ROLLOUT}.{name}": getattr(rollout, name) for name in ("top_p", "min_p", "repetition_penalty")}
-    given[f"{ROLLOUT}.val_kwargs.top_p"] = rollout.val_kwargs.top_p
-    given |= {f"{ROLLOUT}.agents.{name}.top_p": agent.top_p or 1.0 for name, agent in rollout.agents.items()}
-    for key, value in given.items():
-        if value != (0.0 if key.endswith("min_p") else 1.0):
-            why = f"'{rollout.name}' does not report log-probs under the distribution that it then samples from"
-            yield Finding((key, f"{ROLLOUT}.name"), why, f"remove {key}; top_k is supported")
-
-
 def action_heads(config: Config) -> Iterator[Finding]:
     """Numbers of continuous actions are drawn by the engine hf from the whole normal distribution, by one policy."""
     rollout, validation, model = config.actor_rollout_ref.rollout, "val_kwargs.", config.actor_rollout_ref.model
@@ -230,17 +199,7 @@ def no_secrets(config: Config) -> Iterator[Finding]:
             )
 
 
-def sharded_models(config: Config) -> Iterator[Finding]:
-    """Only fsdp shards the weights of a scoring model; an allocation may set it."""
-    if is_sharded(config) or re.search(r"\bfsdp\b", config.trainer.allocation or ""):
-        return
-    for name, model in scoring_models(config.reward_model).items():
-        if model.sharded:
-            keys = (f"reward_model.models.{name}.sharded", f"{ACTOR}.strategy")
-            yield Finding(keys, "only fsdp shards weights", f"set {ACTOR}.strategy=fsdp, or remove sharded")
-
-
 RULES = (
-    *(model_source, remote_code, lora, optimizers, sampling, weight_sync, rollout_server, tensor_parallel_rollout),
-    *(sampling_of_server, action_heads, sharded_models, no_secrets),
+    *(model_source, remote_code, lora, optimizers, weight_sync, rollout_server, tensor_parallel_rollout),
+    *(action_heads, no_secrets),
 )
