@@ -21,7 +21,7 @@ from distflow.config.derived_settings import (
     validates,
 )
 from distflow.config.keys.declare import is_group, walk
-from distflow.config.keys.schema import Config, changed_from_default, flatten, schema_keys
+from distflow.config.keys.schema import Config, flatten, schema_keys
 from distflow.config.migration.tables import constant, expand, read_toml
 from distflow.config.rules import ACTOR, ROLLOUT, Finding
 from distflow.config.rules.algorithm import has_several_rewards
@@ -62,15 +62,14 @@ _FACTS: dict[str, Callable[[Config], object]] = {
 }
 
 
-def unused_options(config: Config) -> Iterator[Finding]:
-    """Every option that is set has an effect."""
-    values, keys = flatten(config), schema_keys()
-    for switch, on, why, patterns in _TABLES["switches"]:
-        has_names = isinstance(keys[switch].default, str)
-        if not (values[switch] in on if has_names else values[switch]):
-            options = [option for pattern in patterns for option in matching(keys, pattern)]
-            for option in changed_from_default(values, options):
-                yield Finding((option, switch), why, f"set {switch}={on[0]}, or remove it")
+def _without_effect(switch: str, on: list[str], why: str, options: list[str]) -> dict[str, Any]:
+    """The rule of a row of `switches`."""
+    is_off = f"{switch} is not {' or '.join(on) if isinstance(schema_keys()[switch].default, str) else 'set'}"
+    advice = f"set {switch}={on[0]}, or remove it"
+    return {"each": options, "when": ["EACH is not default", is_off], "what": why, "advice": advice}
+
+
+_TABLES["algorithm"] += [_without_effect(*row) for row in _TABLES["switches"]]
 
 
 def _contradictions(table: str, config: Config) -> Iterator[Finding]:
@@ -137,5 +136,5 @@ def _filled(text: str, config: Config, values: Mapping[str, object]) -> str:
     return re.sub(r"\{([\w.]+)\}", shown, text)
 
 
-ALGORITHM_RULES = (unused_options, partial(_contradictions, "algorithm"))
+ALGORITHM_RULES = (partial(_contradictions, "algorithm"),)
 RULES = (*ALGORITHM_RULES, partial(_contradictions, "run"))
