@@ -24,7 +24,6 @@ RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     *domains.RULES,
     *models_and_engines.RULES,
     *algorithm.RULES,
-    *domains.ALGORITHM_RULES,
     *run.RULES,
     *combinations.RULES,
 )

@@ -204,5 +204,4 @@ def known(config: Config) -> Iterator[Finding]:
             yield Finding((key, "data.domains"), f"there is no domain '{domain}'", advice)
 
 
-RULES = (one_form, tags, sources, curriculum, rewards, lengths, used)
-ALGORITHM_RULES = (of_each, clips, known)
+RULES = (one_form, tags, sources, curriculum, rewards, lengths, used, of_each, clips, known)

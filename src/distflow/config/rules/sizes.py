@@ -117,11 +117,12 @@ def critic_warm_up(config: Config, room: RunLimits) -> Iterator[Misfit]:
 
 def warm_ups(config: Config, room: RunLimits) -> Iterator[Misfit]:
     """Every warm-up of a learning rate ends before the run."""
+    if (steps := run_steps(config, room)) is None:
+        return
     optims: dict[Role, OptimConfig] = {"actor": config.actor_rollout_ref.actor.optim}
     if may_have_critic(config):
         optims["critic"] = config.critic.optim
-    steps = run_steps(config, room)
-    for role, optim in optims.items() if steps is not None else ():
+    for role, optim in optims.items():
         key = f"{ACTOR if role == 'actor' else role}.optim.lr_warmup_steps"
         warmup, updates = optim.lr_warmup_steps, optimizer_steps(config, role, steps)
         if optim.scheduler != "constant" and warmup >= updates > 0:
