@@ -23,7 +23,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError
 
@@ -120,7 +120,11 @@ def compose_values(source: Path, overrides: Sequence[str], base: str | None = No
             return result
         applied = [*_applied(parsed, result)]
         try:
-            merged = OmegaConf.unsafe_merge(_plain_defaults(), _merged(chosen, files, applied))  # may change both
+            composed = _loader()._compose_config_from_defaults_list(chosen, files)
+            composed.pop("hydra", None)
+            OmegaConf.set_struct(composed, True)
+            ConfigLoaderImpl._apply_overrides_to_config(applied, composed)
+            merged = OmegaConf.unsafe_merge(_plain_defaults(), composed)  # may change both
             check_interpolations(_plain(merged, resolve=False))
             result.values = _plain(merged)
         except InterpolationResolutionError as error:
@@ -376,15 +380,6 @@ def _paths(source: Path, chosen: Sequence[ResultDefault]) -> Iterator[tuple[Path
             places = [parent / f"{entry.config_path}.yaml" for parent in (source.parent, PRESETS)]
             package = "" if entry.package in (None, "_global_") else str(entry.package)
             yield from [(path, package) for path in places if path.is_file()][:1]
-
-
-def _merged(chosen: list[ResultDefault], files: CachingConfigRepository, overrides: list[Override]) -> DictConfig:
-    """The files merged in order, then the overrides."""
-    composed = _loader()._compose_config_from_defaults_list(chosen, files)
-    composed.pop("hydra", None)
-    OmegaConf.set_struct(composed, True)
-    ConfigLoaderImpl._apply_overrides_to_config(overrides, composed)
-    return composed
 
 
 def _loader() -> ConfigLoaderImpl:
