@@ -9,12 +9,15 @@ from typing import Any
 
 from distflow.builtin_names import ESTIMATORS, POLICY_LOSSES, ROLLOUT_ENGINES, Entry
 from distflow.config.derived_settings import (
+    action_head,
     filters_groups,
     find_pipeline,
     is_one_process,
     is_rl,
     may_have_critic,
     pipeline_name,
+    policies_of,
+    policies_of_agents,
     reads_pairs,
     reward_functions,
     uses_custom_reward,
@@ -22,7 +25,7 @@ from distflow.config.derived_settings import (
 )
 from distflow.config.keys.declare import is_group, walk
 from distflow.config.keys.schema import Config, flatten, schema_keys
-from distflow.config.migration.tables import constant, expand, read_toml
+from distflow.config.migration.tables import as_override, constant, expand, read_toml
 from distflow.config.rules import ACTOR, ROLLOUT, Finding
 from distflow.config.rules.algorithm import has_several_rewards
 from distflow.config.rules.models_and_engines import allocation_decides
@@ -51,6 +54,10 @@ _FACTS: dict[str, Callable[[Config], object]] = {
     "allocation": allocation_decides,
     "custom pipeline": lambda config: find_pipeline(config) is None,
     "pipeline with critic": lambda config: (found := find_pipeline(config)) and found.has_critic,
+    "drawn actions": action_head,
+    "policies of agents": lambda config: (
+        (owners := policies_of_agents(config)) and {*owners.values()} <= {*policies_of(config)}
+    ),
     "custom reward": uses_custom_reward,
     "filtered groups": filters_groups,
     "single part": _has_single_part,
@@ -81,22 +88,36 @@ def _contradictions(table: str, config: Config) -> Iterator[Finding]:
     for rule in _rules(table, values):
         named = [_fits(condition, config, values) for condition in rule["when"]]
         if all(named) and all(_fits(condition, config, values) for condition in rule.get("if", ())):
-            what, advice = (_filled(rule[text], config, values) for text in ("what", "advice"))
-            yield Finding(tuple(named), what, advice, "missing" in rule)
+            default = schema_keys()[named[0]].default if "{default}" in rule["advice"] else None
+            known = {"key": named[0], "default": as_override(default), "pipeline": pipeline_name(config)}
+            known |= {**values, "head": action_head(config)}
+            yield Finding(tuple(named), _filled(rule["what"], known), _filled(rule["advice"], known), "missing" in rule)
+
+
+def _filled(text: str, known: Mapping[str, object]) -> str:
+    """The text with values in place of their names in braces."""
+    return re.sub(r"\{([\w.]+)\}", lambda place: _shown(known[place[1]]), text)
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _rules(table: str, values: Mapping[str, object]) -> Iterator[dict[str, Any]]:
-    """The rules of a table, one for each word of `each`, or key of that pattern."""
+    """The rules of a table, one for each word of `each`, or key of that pattern, with the text that it may have."""
     for rule in _TABLES[table]:
-        for pattern in rule.get("each", ()):
-            for word in matching(values, pattern) if "*" in pattern else [pattern]:
-                yield {field: _replaced(given, word) for field, given in rule.items() if field != "each"}
-        if "each" not in rule:
-            yield rule
+        each = rule.get("each", [""])
+        for words, text in (each if isinstance(each, dict) else dict.fromkeys(each, "")).items():
+            pattern, space, rest = words.partition(" ")
+            for first in [key for one in expand(pattern) for key in (matching(values, one) if "*" in one else [one])]:
+                put = {"EACH": first + space + rest, "TEXT": text}
+                yield {field: _replaced(given, put) for field, given in rule.items() if field != "each"}
 
 
-def _replaced(given: Any, word: str) -> Any:
-    return [_replaced(each, word) for each in given] if isinstance(given, list) else str(given).replace("EACH", word)
+def _replaced(given: Any, put: Mapping[str, str]) -> Any:
+    if isinstance(given, list):
+        return [_replaced(each, put) for each in given]
+    return re.sub("EACH|TEXT", lambda word: put[word[0]], str(given))
 
 
 def _fits(condition: str, config: Config, values: Mapping[str, object]) -> str:
@@ -124,16 +145,6 @@ def _is(key: str, value: Any, word: str) -> bool:
     if word == "built-in":
         return entry is not None
     return bool(getattr(entry, word, False)) or value in (word, constant(word))
-
-
-def _filled(text: str, config: Config, values: Mapping[str, object]) -> str:
-    """The text with values in place of their keys in braces, and the name of the pipeline."""
-
-    def shown(place: re.Match[str]) -> str:
-        value = pipeline_name(config) if place[1] == "pipeline" else values[place[1]]
-        return f"{value:g}" if isinstance(value, float) else str(value)
-
-    return re.sub(r"\{([\w.]+)\}", shown, text)
 
 
 ALGORITHM_RULES = (partial(_contradictions, "algorithm"),)

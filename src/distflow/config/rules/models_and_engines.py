@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from distflow.builtin_names import MODELS, ROLLOUT_ENGINES
-from distflow.config.derived_settings import action_head, is_rl, is_sharded, may_have_critic
+from distflow.config.derived_settings import action_head, is_rl, may_have_critic
 from distflow.config.keys.actor_rollout_ref_and_critic import OptimConfig
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import Config
@@ -156,32 +156,11 @@ def tensor_parallel_rollout(config: Config) -> Iterator[Finding]:
         yield Finding((key, "trainer.n_gpus_per_node"), why, advice)
 
 
-def action_heads(config: Config) -> Iterator[Finding]:
-    """Numbers of continuous actions are drawn by the engine hf from the whole normal distribution, by one policy."""
-    rollout, validation, model = config.actor_rollout_ref.rollout, "val_kwargs.", config.actor_rollout_ref.model
-    if (head := action_head(config)) is None:
-        return
-    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop": ()}
-    sampling = {f"{ROLLOUT}.{name}": (getattr(rollout, name), usual) for name, usual in plain.items()}
-    for name in ("temperature", "top_p", "top_k") if rollout.val_kwargs.n else ():
-        sampling[f"{ROLLOUT}.{validation}{name}"] = getattr(rollout.val_kwargs, name), plain[name]
-    for domain, own in config.data.domains.items():
-        for name in ("temperature", "top_p", "top_k"):
-            sampling[f"data.domains.{domain}.{name}"] = getattr(own, name, None) or plain[name], plain[name]
-    wrong = {key: f"set {key}={usual}" for key, (value, usual) in sampling.items() if value != usual}
-    others = {
-        f"{ROLLOUT}.name": (rollout.name != "hf", "set it to hf"),
-        f"{ROLLOUT}.workflow": (rollout.workflow != "simulator", "set it to simulator"),
-        f"{ROLLOUT}.agents": (bool(rollout.agents), "remove them"),
-        f"{MODEL}.lora_rank": (model.lora_rank > 0, "set it to 0"),
-        f"{ACTOR}.strategy": (is_sharded(config), "set it to torch"),
-    }
-    wrong |= {key: advice for key, (is_wrong, advice) in others.items() if is_wrong}
-    for key, advice in wrong.items():
-        what = f"actions.head={head} draws numbers, and does not support this"
-        yield Finding((key, f"{ROLLOUT}.workflow_kwargs"), what, advice)
-    actions: Any = rollout.workflow_kwargs.get("actions", {})
-    if head == "flow_sde" and not (isinstance(noise := actions.get("noise", 0.5), int | float) and noise > 0):
+def noise_of_flow(config: Config) -> Iterator[Finding]:
+    """A flow that draws actions has noise."""
+    actions: Any = config.actor_rollout_ref.rollout.workflow_kwargs.get("actions", {})
+    noise = actions.get("noise", 0.5) if action_head(config) == "flow_sde" else 0.5
+    if not (isinstance(noise, int | float) and noise > 0):
         what = "a flow without noise is deterministic: its actions have no density, and the policy no gradient"
         yield Finding((f"{ROLLOUT}.workflow_kwargs",), what, "set actions.noise to a number above 0, such as 0.5")
 
@@ -201,5 +180,5 @@ def no_secrets(config: Config) -> Iterator[Finding]:
 
 RULES = (
     *(model_source, remote_code, lora, optimizers, weight_sync, rollout_server, tensor_parallel_rollout),
-    *(action_heads, no_secrets),
+    *(noise_of_flow, no_secrets),
 )

@@ -2,25 +2,21 @@
 
 from collections.abc import Iterator
 
-from distflow.builtin_names import ESTIMATORS, PIPELINES, POLICY_LOSSES, REGISTERED, REWARDS, ROLLOUT_ENGINES
+from distflow.builtin_names import ESTIMATORS, PIPELINES, POLICY_LOSSES, REGISTERED, REWARDS
 from distflow.config.compose.setting_origins import preset_names
 from distflow.config.compose.typed_values import did_you_mean
 from distflow.config.derived_settings import (
     CUSTOM,
-    is_sharded,
     named_rewards,
     pipeline_name,
     policies_of,
     policies_of_agents,
-    reads_values,
     trained_policies,
 )
 from distflow.config.keys.dag import FIRST_POLICY
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, MODEL, ROLLOUT, Finding
 from distflow.import_target import is_pickled, split_name
-
-_ESTIMATOR, _OLD = "algorithm.adv_estimator", "algorithm.recompute_old_log_probs"
 
 
 def named_pipeline(config: Config) -> Iterator[Finding]:
@@ -68,7 +64,7 @@ def known_policy(config: Config) -> Iterator[Finding]:
 
 
 def agents_and_policies(config: Config) -> Iterator[Finding]:
-    """Each agent has an existing policy, each policy an agent, and no set key excludes several policies."""
+    """Each agent has an existing policy, each policy an agent, and it sets what may differ."""
     agents, key, policies = config.actor_rollout_ref.rollout.agents, f"{ROLLOUT}.agents", config.dag.policies
     known, owners = policies_of(config), policies_of_agents(config)
     for name, agent in agents.items():
@@ -94,20 +90,6 @@ def agents_and_policies(config: Config) -> Iterator[Finding]:
                 what = f"sets {own} of the policy '{name}', which no agent trains"
             if not is_optimizers or name not in trained_policies(config):
                 yield Finding(("dag.policies", key), what, f"remove it, or set actor_rollout_ref.{own} for all of them")
-    settings, algorithm = config.actor_rollout_ref, config.algorithm
-    refused = (
-        ("dag.policy", config.dag.policy is not None, "train one of them alone", "null"),
-        (f"{ACTOR}.strategy", is_sharded(config), "shard weights", "torch"),
-        (f"{MODEL}.lora_rank", settings.model.lora_rank > 0, "train adapters", "0"),
-        (f"{ROLLOUT}.name", ROLLOUT_ENGINES[settings.rollout.name].in_server, "generate in a server", "embedded"),
-        (_ESTIMATOR, reads_values(config), "train a critic", "grpo"),
-        (_OLD, algorithm.recompute_old_log_probs == "false", "take the rollout's log-probs as the old ones", "auto"),
-        (f"{ACTOR}.prox", settings.actor.prox != "recompute", "interpolate proximal log-probs", "recompute"),
-    )
-    for refused_key, is_set, what, value in refused:
-        if is_set:
-            advice = f"set {refused_key} to {value}"
-            yield Finding((refused_key, key), f"a run whose agents have several policies cannot {what} yet", advice)
 
 
 def _is_reference(text: str) -> bool:
