@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import filter as matching
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from distflow.config.rules.algorithm import has_several_rewards
 from distflow.config.rules.models_and_engines import allocation_decides
 
 _TABLES = read_toml(Path(__file__).with_suffix(".toml"))
-_CONDITION = re.compile(r"([\w{},]+\.[\w.{},]+)(?: (is not|is|has|>) (.+))?")
+_CONDITION = re.compile(r"([\w{},-]+\.[\w.{},-]+)(?: (is not|is|has|>) (.+))?")
 _BUILT_IN: dict[str, Mapping[str, Entry]] = {
     "algorithm.adv_estimator": ESTIMATORS,
     f"{ACTOR}.policy_loss": POLICY_LOSSES,
@@ -85,7 +85,7 @@ def _contradictions(table: str, config: Config) -> Iterator[Finding]:
     for key, named in flatten(config).items():
         for name, own in named.items() if isinstance(named, dict) else ():
             values |= {below: value for below, _, value, _ in walk(own, f"{key}.{name}")} if is_group(own) else {}
-    for rule in _rules(table, values):
+    for rule in _rules(table, tuple(values)):
         named = [_fits(condition, config, values) for condition in rule["when"]]
         if all(named) and all(_fits(condition, config, values) for condition in rule.get("if", ())):
             default = schema_keys()[named[0]].default if "{default}" in rule["advice"] else None
@@ -103,15 +103,18 @@ def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _rules(table: str, values: Mapping[str, object]) -> Iterator[dict[str, Any]]:
+@lru_cache
+def _rules(table: str, keys: tuple[str, ...]) -> list[dict[str, Any]]:
     """The rules of a table, one for each word of `each`, or key of that pattern, with the text that it may have."""
+    found = []
     for rule in _TABLES[table]:
         each = rule.get("each", [""])
         for words, text in (each if isinstance(each, dict) else dict.fromkeys(each, "")).items():
             pattern, space, rest = words.partition(" ")
-            for first in [key for one in expand(pattern) for key in (matching(values, one) if "*" in one else [one])]:
+            for first in [key for one in expand(pattern) for key in (matching(keys, one) if "*" in one else [one])]:
                 put = {"EACH": first + space + rest, "TEXT": text}
-                yield {field: _replaced(given, put) for field, given in rule.items() if field != "each"}
+                found.append({field: _replaced(given, put) for field, given in rule.items() if field != "each"})
+    return found
 
 
 def _replaced(given: Any, put: Mapping[str, str]) -> Any:
