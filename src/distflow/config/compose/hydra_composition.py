@@ -80,11 +80,9 @@ def find_source(preset_or_file: str) -> Path:
     names = ", ".join(preset_names())
     if "=" in preset_or_file:
         what, advice = "is no preset", f"name one first, or a .yaml file; the presets are {names}"
-    elif path.suffix == ".yml" and path.is_file():
-        what, advice = "is not a .yaml file", f"rename it to {path.stem}.yaml"
     elif path.is_file():
         advice = f"name one, or a preset ({names}); set data by data.train_files={preset_or_file}"
-        what = "is not a .yaml file"
+        what, advice = "is not a .yaml file", f"rename it to {path.stem}.yaml" if path.suffix == ".yml" else advice
     elif (path / _CONFIG_OF_A_RUN).is_file():
         what, advice = "is a folder with a config", f"name its config: {Path(preset_or_file) / _CONFIG_OF_A_RUN}"
     elif path.is_dir() and "/" in preset_or_file:

@@ -19,7 +19,7 @@ from distflow.config.compose.setting_origins import (
     overriding_defaults,
     settings_of_value,
 )
-from distflow.config.compose.typed_values import Mismatch, parse_value
+from distflow.config.compose.typed_values import Mismatch, flat, parse_value
 from distflow.config.compose.unknown_and_unused_keys import is_known, judge_settings, look_up, parents
 from distflow.config.derived_settings import CUSTOM, RunLimits, is_rl, may_have_critic, pipeline_name
 from distflow.config.extension_kinds import find_unregistered
@@ -164,7 +164,8 @@ def with_named(loaded: Loaded, named: Iterable[NamedKey]) -> Loaded:
     ConfigError for other keys that contradict them, or are missing.
     """
     changes, keys, values = dict[str, Change](), schema_keys(), flatten(loaded.config)
-    for key, given, by in _leaves(named):
+    leaves = ((key, given, by) for group, below, by in named for key, given in flat({group: below}, "", keys).items())
+    for key, given, by in leaves:
         if key not in keys:
             group, _, name = key.rpartition(".")
             known = [other.removeprefix(f"{group}.") for other in keys if other.startswith(f"{group}.")]
@@ -180,14 +181,6 @@ def with_named(loaded: Loaded, named: Iterable[NamedKey]) -> Loaded:
             raise UserError(f"{by} names {key}={shown}, but it is {other} ({origin}): remove one of them")
         changes[key] = (key, value, f"{by} names it")
     return with_changes(loaded, [change for key, change in changes.items() if change[1] != values[key]], complete=True)
-
-
-def _leaves(named: Iterable[NamedKey]) -> Iterator[NamedKey]:
-    for key, value, by in named:
-        if isinstance(value, Mapping) and key not in schema_keys():
-            yield from _leaves((f"{key}.{name}", below, by) for name, below in value.items())
-        else:
-            yield key, value, by
 
 
 def differing(loaded: Loaded, theirs: Loaded) -> list[tuple[str, str, str]]:

@@ -89,8 +89,8 @@ def _contradictions(table: str, config: Config) -> Iterator[Finding]:
         named = [_fits(condition, config, values) for condition in rule["when"]]
         if all(named) and all(_fits(condition, config, values) for condition in rule.get("if", ())):
             default = schema_keys()[named[0]].default if "{default}" in rule["advice"] else None
-            known = {"key": named[0], "default": as_override(default), "pipeline": pipeline_name(config)}
-            known |= {**values, "head": action_head(config)}
+            known = {**values, "key": named[0], "default": as_override(default), "pipeline": pipeline_name(config)}
+            known["head"] = action_head(config)
             yield Finding(tuple(named), _filled(rule["what"], known), _filled(rule["advice"], known), "missing" in rule)
 
 

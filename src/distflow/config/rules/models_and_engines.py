@@ -77,10 +77,8 @@ def optimizers(config: Config) -> Iterator[Finding]:
 
 def weight_sync(config: Config) -> Iterator[Finding]:
     """Weight syncs are frequent enough for the staleness."""
-    if not is_rl(config):
-        return
     every, staleness = config.actor_rollout_ref.actor.model_update_frequency, config.async_.max_staleness
-    if every - 1 > staleness:
+    if is_rl(config) and every - 1 > staleness:
         yield Finding(
             (f"{ACTOR}.model_update_frequency", "async.max_staleness"),
             f"a weight sync every {every} steps makes samples up to {count_of(every - 1, 'step')} old, but {staleness} "
