@@ -12,7 +12,7 @@ from distflow.api.load_run import Run
 from distflow.api.train import PresetOrConfig, claimed_for_a_run, make_spec_of, preset_and_lines, read, say
 from distflow.config import Config, Loaded, load_config, pipeline_name
 from distflow.config.compose.load_config import is_verls
-from distflow.config.derived_settings import check_keys, is_one_process, is_rl, train_files
+from distflow.config.derived_settings import check_keys, data_files, is_one_process, is_rl
 from distflow.errors import UserError, called_from_python
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def rollouts(
     inputs, has_data = PythonInputs(data, val_data, reward, workflow=workflow), True
     if data is None:
         named = load_config(*preset_and_lines(preset_or_config, overrides), complete=False).config
-        has_data = any(train_files(named).values())
+        has_data = any(data_files(named, "train_files").values())
         if not has_data:
             # The config check needs some rows; they are never used.
             domain = next(iter(named.reward.functions), "default")

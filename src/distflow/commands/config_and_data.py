@@ -58,9 +58,9 @@ def run_config(arguments: argparse.Namespace) -> int:
 def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
     """The config that a run would have, if local files suffice to determine it; else unchanged."""
     from distflow.config import UserError
-    from distflow.config.derived_settings import CUSTOM, pipeline_name, train_files
+    from distflow.config.derived_settings import CUSTOM, data_files, pipeline_name
 
-    has_data = any(train_files(loaded.config).values()) or pipeline_name(loaded.config) == CUSTOM
+    has_data = any(data_files(loaded.config, "train_files").values()) or pipeline_name(loaded.config) == CUSTOM
     if not loaded.config.actor_rollout_ref.model.path or not has_data:
         return loaded
     if reason := _not_from_files(loaded.config, trusted):
@@ -78,12 +78,12 @@ def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
 def _not_from_files(config: "Config", trusted: bool) -> str:
     """Why model and data are not read: the config may be another person's, and the hub is slow."""
     from distflow.config.compose.check_paths import is_local_data
-    from distflow.config.derived_settings import train_files, val_files
+    from distflow.config.derived_settings import data_files
     from distflow.hub_id_or_local_path import is_local_model
     from distflow.launch.user_code_named_in_config import data_code, pipeline_code
     from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run
 
-    files = (train_files(config) | val_files(config)).values()
+    files = (data_files(config, "train_files") | data_files(config, "val_files")).values()
     elsewhere = [file for named in files for file in named if not is_local_data(file)]
     if elsewhere:
         return f"'{elsewhere[0]}' is not a file on this machine"

@@ -6,10 +6,17 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
-from distflow.builtin_names import ESTIMATORS, LAUNCHERS, PIPELINES, SEVERAL_PROCESSES, BuiltinPipeline, Estimator
+from distflow.builtin_names import (
+    CUSTOM_REWARD,
+    ESTIMATORS,
+    LAUNCHERS,
+    PIPELINES,
+    SEVERAL_PROCESSES,
+    BuiltinPipeline,
+)
 from distflow.config.compose.setting_origins import pipeline_of_algorithm
 from distflow.config.compose.unknown_and_unused_keys import peek, suggest, with_group
-from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig, CriticConfig, OptimConfig, RefConfig
+from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig, CriticConfig, RefConfig
 from distflow.config.keys.algorithm import DIFFERING_LOSS, AlgorithmConfig
 from distflow.config.keys.dag import FIRST_POLICY
 from distflow.config.keys.declare import changed, walk
@@ -150,11 +157,6 @@ def find_pipeline(config: Config) -> BuiltinPipeline | None:
     return PIPELINES.get(pipeline_name(config))
 
 
-def find_estimator(config: Config) -> Estimator | None:
-    """The chosen built-in estimator; None for a custom one."""
-    return ESTIMATORS.get(config.algorithm.adv_estimator)
-
-
 def functions_of_pipeline(config: Config) -> list[str]:
     """The functions that `dag.pipeline` names: the one that builds a custom pipeline, or those of its nodes."""
     own = config.dag.pipeline if pipeline_name(config) == CUSTOM else None
@@ -203,13 +205,16 @@ def offload_keys(config: Config) -> list[str]:
     return found + [f"reward_model.models.{name}.param_offload" for name in models if models[name].param_offload]
 
 
-def optimizer_steps(config: Config, role: Literal["actor", "critic"], steps: int) -> int:
+Role = Literal["actor", "critic"]
+
+
+def optimizer_steps(config: Config, role: Role, steps: int) -> int:
     """Optimizer steps of a role in `steps` training steps: the actor takes none while the critic warms up."""
     trained = steps - config.trainer.critic_warmup if role == "actor" else steps
     return trained * optimizer_steps_a_step(config, role)
 
 
-def optimizer_steps_a_step(config: Config, role: Literal["actor", "critic"]) -> int:
+def optimizer_steps_a_step(config: Config, role: Role) -> int:
     """One per mini-batch of each pass over a batch; the last mini-batch may be smaller. SFT makes one pass."""
     actor, critic = config.actor_rollout_ref.actor, config.critic
     mini_batch, passes = actor.ppo_mini_batch_size, actor.ppo_epochs if is_rl(config) else 1
@@ -236,39 +241,12 @@ class RunLimits:
     not_embedded: str | None = None
 
 
-def refuses_model(config: Config, room: RunLimits) -> bool:
-    """Whether the run generates with the embedded engine, which cannot run the model."""
-    return bool(room.not_embedded) and is_rl(config) and config.actor_rollout_ref.rollout.name == "embedded"
-
-
 def run_steps(config: Config, room: RunLimits) -> int | None:
     """Training steps of the run; None until known."""
     trainer = config.trainer
     if trainer.total_training_steps is not None or room.rows is None:
         return trainer.total_training_steps
     return -(-trainer.total_epochs * room.rows // config.data.train_batch_size)
-
-
-def mini_batch_sizes(config: Config) -> list[tuple[str, int]]:
-    """Each mini-batch key that the pipeline may use, with its value."""
-    asked = [(f"{ACTOR}.ppo_mini_batch_size", config.actor_rollout_ref.actor.ppo_mini_batch_size)]
-    if may_have_critic(config) and config.critic.ppo_mini_batch_size is not None:
-        asked.append(("critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size))
-    return asked
-
-
-def learning_rate_warm_ups(config: Config, steps: int) -> list[tuple[str, int, int]]:
-    """(key, warm-up, optimizer steps of the run) of each role; warm-up is in optimizer steps."""
-    roles: list[tuple[str, OptimConfig, Literal["actor", "critic"]]] = [
-        (ACTOR, config.actor_rollout_ref.actor.optim, "actor")
-    ]
-    if may_have_critic(config):
-        roles.append(("critic", config.critic.optim, "critic"))
-    return [
-        (f"{prefix}.optim.lr_warmup_steps", optim.lr_warmup_steps, optimizer_steps(config, role, steps))
-        for prefix, optim, role in roles
-        if optim.scheduler != "constant"
-    ]
 
 
 def resume_override(mode: str | None) -> list[str]:
@@ -348,16 +326,8 @@ Files = dict[str, tuple[str, ...]]
 """Files by key."""
 
 
-def train_files(config: Config) -> Files:
-    return _files(config, "train_files")
-
-
-def val_files(config: Config) -> Files:
-    return _files(config, "val_files")
-
-
-def _files(config: Config, name: str) -> Files:
-    """The files of the domains, and those of `data`."""
+def data_files(config: Config, name: str) -> Files:
+    """The files of the domains, and those of `data`. name: train_files or val_files."""
     domains, common = config.data.domains, getattr(config.data, name)
     own = {f"data.domains.{domain}.{name}": getattr(settings, name) for domain, settings in domains.items()}
     return own | ({f"data.{name}": common} if common or not own else {})
@@ -374,7 +344,7 @@ def domain_of_tag(config: Config) -> dict[str, str]:
 
 
 def validates(config: Config) -> bool:
-    return any(val_files(config).values())
+    return any(data_files(config, "val_files").values())
 
 
 def reward_functions(config: Config) -> Mapping[str, tuple[RewardPart, ...]]:
@@ -401,17 +371,15 @@ def named_rewards(config: Config) -> Iterator[tuple[str, str, tuple[RewardPart, 
         yield f"data.domains.{name}.reward", name, domain.reward
 
 
+def uses_custom_reward(config: Config) -> bool:
+    return any(part.name == CUSTOM_REWARD for parts in reward_functions(config).values() for part in parts)
+
+
 def response_limit(config: Config, domain: str) -> int:
     """The longest response to a prompt of the domain, in tokens."""
     own = config.data.domains.get(domain)
     longest = config.data.max_response_length
     return longest if own is None or own.max_response_length is None else own.max_response_length
-
-
-def group_sizes(config: Config) -> dict[str, int]:
-    """Responses per prompt by domain; the key is "" without domains."""
-    common = config.actor_rollout_ref.rollout.n
-    return {name: domain.n or common for name, domain in config.data.domains.items()} or {"": common}
 
 
 def temperatures(config: Config) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """A short description of a config, and the explanation of one key."""
 
-from distflow.builtin_names import POLICY_LOSSES
+from distflow.builtin_names import ESTIMATORS, POLICY_LOSSES
 from distflow.config.compose.load_config import Loaded
 from distflow.config.compose.setting_origins import COMMAND_LINE
 from distflow.config.compose.typed_values import type_name
@@ -9,8 +9,6 @@ from distflow.config.derived_settings import (
     CUSTOM,
     clip_range,
     config_of,
-    find_estimator,
-    group_sizes,
     is_rl,
     optimizer_steps_a_step,
     own_losses,
@@ -33,7 +31,8 @@ def describe(config: Config) -> list[str]:
 
 
 def _step(config: Config) -> str:
-    sizes, staleness = sorted(set(group_sizes(config).values())), config.async_.max_staleness
+    common, domains = config.actor_rollout_ref.rollout.n, config.data.domains.values()
+    sizes, staleness = sorted({domain.n or common for domain in domains} or {common}), config.async_.max_staleness
     prompts = config.data.train_batch_size
     first = "on-policy" if optimizer_steps_a_step(config, "actor") == 1 else "the first on-policy"
     policy = first if staleness == 0 else f"weights at most {count_of(staleness, 'step')} old"
@@ -148,7 +147,7 @@ def _notes(config: Config) -> list[str]:
             f"note: {rollout.name} at {', '.join(rollout.url)}: the run can neither restart a server at an address nor "
             "set its options; weights are sent as files, so the server must read this machine's /dev/shm and /tmp"
         )
-    if rollout.n == 1 and (estimator := find_estimator(config)) and estimator.needs_group:
+    if rollout.n == 1 and (estimator := ESTIMATORS.get(config.algorithm.adv_estimator)) and estimator.needs_group:
         notes.append(f"note: {config.algorithm.adv_estimator} has only one response per prompt to compare")
     return notes
 

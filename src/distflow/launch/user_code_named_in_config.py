@@ -15,11 +15,10 @@ from distflow.config import Config
 from distflow.config.derived_settings import (
     WORKFLOW,
     code_of_workflow,
+    data_files,
     functions_of_pipeline,
     named_algorithms,
     named_rewards,
-    train_files,
-    val_files,
 )
 from distflow.data.sources import is_function
 from distflow.errors import UserError
@@ -56,7 +55,7 @@ def code_of_run(config: Config, generates_only: bool) -> list[str]:
 
 def data_code(config: Config) -> list[str]:
     """The functions that make rows, and the one that weights the domains, which planning a run's data loads."""
-    files, own = train_files(config) | val_files(config), config.data.curriculum.function
+    files, own = data_files(config, "train_files") | data_files(config, "val_files"), config.data.curriculum.function
     code = [f"{key}: {file}" for key, named in files.items() for file in named if is_function(file)]
     return [*code, f"data.curriculum.function: {own}"] if own and ":" in own else code
 

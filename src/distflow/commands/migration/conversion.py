@@ -20,7 +20,7 @@ from distflow.config.compose.load_config import Loaded, load_config, preset_conf
 from distflow.config.compose.setting_origins import COMMAND_LINE, preset_names
 from distflow.config.compose.typed_values import nested
 from distflow.config.compose.unknown_and_unused_keys import is_known
-from distflow.config.derived_settings import train_files
+from distflow.config.derived_settings import data_files
 from distflow.config.keys.schema import flatten, schema_keys
 from distflow.config.migration import tables
 from distflow.errors import ConfigError, UserError, count_of
@@ -407,7 +407,7 @@ def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
     """The config without keys that its pipeline does not read; what else a run would be refused for is said."""
     from distflow.launch.fit_config_to_files import InertKeys, read_config
 
-    model, files = loaded.config.actor_rollout_ref.model.path, train_files(loaded.config)
+    model, files = loaded.config.actor_rollout_ref.model.path, data_files(loaded.config, "train_files")
     for key, found in (("actor_rollout_ref.model.path", model), ("data.train_files", any(files.values()))):
         if not found:
             draft.missing.append(f"{key} must be set: it is not in the file")

@@ -61,8 +61,8 @@ def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
     yield from ((key, path, model_fault) for key, path in models if path)
     if model.path and model.init != "random":
         yield f"{MODEL}.path", model.path, _weights_fault
-    for key, files in (derived_settings.val_files(config) | derived_settings.train_files(config)).items():
-        yield from ((key, file, data_fault) for file in files if file.strip())
+    files = derived_settings.data_files(config, "val_files") | derived_settings.data_files(config, "train_files")
+    yield from ((key, file, data_fault) for key, named in files.items() for file in named if file.strip())
     custom = config.custom_reward_function
     if custom.path and derived_settings.is_rl(config):
         yield "custom_reward_function.path", custom.path, partial(_reward_fault, custom.name)

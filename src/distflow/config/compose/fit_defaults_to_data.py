@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from distflow.builtin_names import CUSTOM_REWARD
 from distflow.config.compose.setting_origins import COMMAND_LINE, IN_PYTHON, is_preset
-from distflow.config.derived_settings import RunLimits, is_rl, reward_functions
+from distflow.config.derived_settings import RunLimits, is_rl, uses_custom_reward
 from distflow.config.keys.reward import RewardPart
 from distflow.config.keys.schema import Config, flatten, schema_keys, show_value, with_values
 from distflow.config.rules.check_config import where
@@ -82,8 +82,7 @@ def _domains(config: Config, origins: Mapping[str, str]) -> Iterator[Change]:
 def _reward(config: Config, origins: Mapping[str, str]) -> Iterator[Change]:
     """Let a custom reward function score the domains that name no other."""
     functions = config.reward.functions
-    uses_custom = any(part.name == CUSTOM_REWARD for parts in reward_functions(config).values() for part in parts)
-    if config.custom_reward_function.path is None or uses_custom or not is_rl(config):
+    if config.custom_reward_function.path is None or uses_custom_reward(config) or not is_rl(config):
         return
     ours = is_free(origins, "reward.functions")
     if ours and config.data.domains and all(domain.reward for domain in config.data.domains.values()):

@@ -4,7 +4,7 @@ Command-line overrides use Hydra's grammar; a str that Hydra cannot parse is tak
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,12 +23,27 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError
 
-from distflow.config.compose import setting_origins
-from distflow.config.compose.typed_values import did_you_mean
+from distflow.config.compose.setting_origins import (
+    COMMAND_LINE,
+    PIPELINE_KEYS,
+    PRESETS,
+    Setting,
+    base_preset,
+    display,
+    named_twice,
+    only_own_files,
+    preset_names,
+    read_node,
+    read_settings,
+    settings_of_value,
+    yaml_problem,
+)
+from distflow.config.compose.typed_values import did_you_mean, nested
+from distflow.config.compose.unknown_and_unused_keys import is_known
 from distflow.config.keys.schema import schema_keys
 from distflow.errors import ConfigError, Problem, nearest
 
@@ -48,7 +63,7 @@ class Composition:
     """
 
     values: dict[str, object] = field(default_factory=dict)
-    settings: list[setting_origins.Setting] = field(default_factory=list)
+    settings: list[Setting] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     refused: set[str] = field(default_factory=set)
@@ -57,19 +72,17 @@ class Composition:
 
 def find_source(preset_or_file: str) -> Path:
     """The YAML file of a preset or a path. Raises ConfigError with the nearest preset."""
-    if preset_or_file in setting_origins.preset_names():
-        return setting_origins.PRESETS / f"{preset_or_file}.yaml"
+    if preset_or_file in preset_names():
+        return PRESETS / f"{preset_or_file}.yaml"
     path = Path(preset_or_file).expanduser()
     if path.is_file() and path.suffix == ".yaml":
         return path.resolve()
-    names = ", ".join(setting_origins.preset_names())
+    names = ", ".join(preset_names())
     if "=" in preset_or_file:
         what, advice = "is no preset", f"name one first, or a .yaml file; the presets are {names}"
-    elif path.suffix == ".yml" and path.is_file():
-        what, advice = "is not a .yaml file", f"rename it to {path.stem}.yaml"
     elif path.is_file():
         advice = f"name one, or a preset ({names}); set data by data.train_files={preset_or_file}"
-        what = "is not a .yaml file"
+        what, advice = "is not a .yaml file", f"rename it to {path.stem}.yaml" if path.suffix == ".yml" else advice
     elif (path / _CONFIG_OF_A_RUN).is_file():
         what, advice = "is a folder with a config", f"name its config: {Path(preset_or_file) / _CONFIG_OF_A_RUN}"
     elif path.is_dir() and "/" in preset_or_file:
@@ -81,63 +94,59 @@ def find_source(preset_or_file: str) -> Path:
         meant = f"did you mean {run}? " if run.is_file() else meant
         what, advice = "there is no such file", f"{meant}check its path, or use a preset: {names}"
     else:
-        meant = did_you_mean(preset_or_file, setting_origins.preset_names())
+        meant = did_you_mean(preset_or_file, preset_names())
         what, advice = "is neither a preset nor a file", f"{meant}the presets are {names}"
-    raise ConfigError([Problem(((f"'{preset_or_file}'", setting_origins.COMMAND_LINE),), what, advice)])
+    raise ConfigError([Problem(((f"'{preset_or_file}'", COMMAND_LINE),), what, advice)])
 
 
-def compose_values(
-    source: Path,
-    overrides: Sequence[str],
-    defaults: dict[str, object],
-    is_known: Callable[[str], bool],
-    base: str | None = None,
-) -> Composition:
+def compose_values(source: Path, overrides: Sequence[str], base: str | None = None) -> Composition:
     """Defaults, then what the file builds on, then the file, then the overrides. Raises ConfigError for a broken file.
 
-    defaults: without lists and open mappings, which settings replace as a whole. is_known: whether a key exists;
-    overrides of unknown keys are recorded as settings but not applied. base: a preset that the file builds on without
-    naming it; see `find_base`.
+    base: a preset that the file builds on without naming it; see `find_base`.
     """
     result = Composition()
     parsed = _read_overrides(overrides, result)
-    unreadable: list[Problem] = []
-    setting_origins.read_settings(source, "", unreadable)
-    if unreadable:
-        raise ConfigError([*result.problems, *unreadable])
+    try:
+        read_settings(source, "")
+    except ConfigError as error:
+        raise ConfigError([*result.problems, *error.problems]) from None
     with _hydra(source, base) as files:
         chosen = _choose_files(source, files, result)
         for path, package in _paths(source, chosen):
-            result.settings += setting_origins.read_settings(path, package, unreadable)
+            result.settings += read_settings(path, package)
         if result.failure:
             return result
-        _check_deletions(parsed, result)
-        applied = [known for override in parsed if (known := _to_apply(override, is_known, result)) is not None]
+        applied = [*_applied(parsed, result)]
         try:
-            merged = OmegaConf.unsafe_merge(defaults, _merged(chosen, files, applied))  # may change both
+            composed = _loader()._compose_config_from_defaults_list(chosen, files)
+            composed.pop("hydra", None)
+            OmegaConf.set_struct(composed, True)
+            ConfigLoaderImpl._apply_overrides_to_config(applied, composed)
+            merged = OmegaConf.unsafe_merge(_plain_defaults(), composed)  # may change both
             check_interpolations(_plain(merged, resolve=False))
             result.values = _plain(merged)
         except InterpolationResolutionError as error:
-            what = (
-                (error.msg or str(error))
-                .splitlines()[0]
-                .removeprefix("KeyError raised while resolving interpolation: ")
-            )
-            subject = str(error.full_key or "${...}")
-            is_of_shell = what.strip('"').startswith("Environment variable")
-            advice = (
-                "export it, or give another value: ${oc.env:NAME,value}"
-                if is_of_shell
-                else "name an existing key, e.g. ${trainer.seed}"
-            )
-            places = ["default", *(setting.where for setting in result.settings if setting.key == subject)]
-            result.failure = Problem(((subject, places[-1]),), what, advice)
+            result.failure = _unresolved(error, result.settings)
         except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
             # The last three occur if an override sets a key below a list or a number in the file.
-            result.failure = Problem(
-                ((setting_origins.display(source), "its composition"),), _reason(error.__cause__ or error)
-            )
+            reason = _reason(error.__cause__ or error)
+            result.failure = Problem(((display(source), "its composition"),), reason)
     return result
+
+
+def _plain_defaults() -> dict[str, object]:
+    """The schema's defaults as plain values, without lists and mappings, which settings replace as a whole."""
+    scalars = {name: info for name, info in schema_keys().items() if not isinstance(info.default, dict | tuple | list)}
+    return nested({name: info.spec.plain(info.default) for name, info in scalars.items()})
+
+
+def _unresolved(error: InterpolationResolutionError, settings: Sequence[Setting]) -> Problem:
+    what = (error.msg or str(error)).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ")
+    subject, advice = str(error.full_key or "${...}"), "name an existing key, e.g. ${trainer.seed}"
+    if what.strip('"').startswith("Environment variable"):
+        advice = "export it, or give another value: ${oc.env:NAME,value}"
+    places = ["default", *(setting.where for setting in settings if setting.key == subject)]
+    return Problem(((subject, places[-1]),), what, advice)
 
 
 def find_base(source: Path, composed: Composition, otherwise: str) -> str | None:
@@ -145,19 +154,12 @@ def find_base(source: Path, composed: Composition, otherwise: str) -> str | None
     `otherwise`. None for a file that names a preset or, like that of a run, sets every key. Raises ConfigError if a
     neighbouring file would be taken for the preset."""
     is_whole = schema_keys().keys() <= {setting.key for setting in composed.settings}
-    if (
-        source.parent == setting_origins.PRESETS
-        or composed.failure
-        or is_whole
-        or not setting_origins.only_own_files(source)
-    ):
+    if source.parent == PRESETS or composed.failure or is_whole or not only_own_files(source):
         return None
     values = OmegaConf.create(composed.values)
-    base = setting_origins.base_preset(
-        {key: OmegaConf.select(values, key) for key in setting_origins.PIPELINE_KEYS}, otherwise
-    )
+    base = base_preset({key: OmegaConf.select(values, key) for key in PIPELINE_KEYS}, otherwise)
     if (source.parent / f"{base}.yaml").exists():
-        place = ((setting_origins.display(source), "defaults"),)
+        place = ((display(source), "defaults"),)
         what = f"are missing, and {base}.yaml next to it has the name of the preset that it would build on"
         raise ConfigError([Problem(place, what, "rename that file, or name the intended base under defaults")])
     return base
@@ -176,7 +178,7 @@ def _read_overrides(lines: Sequence[str], result: Composition) -> list[Override]
         elif override.package is not None or "/" in override.key_or_group:
             advice = "write key=value; a file names its base under defaults:"
             _refuse(result, line, "names a file, not a key", advice)
-        elif twice := setting_origins.named_twice(line.partition("=")[2]):
+        elif twice := named_twice(line.partition("=")[2]):
             _refuse(result, line, f"names {twice} twice", "keep one of the two")
         else:
             parsed.append(override)
@@ -249,7 +251,7 @@ def _quoted(text: str) -> str:
 
 
 def _refuse(result: Composition, line: str, what: str, advice: str) -> None:
-    result.problems.append(Problem(((f"'{line}'", setting_origins.COMMAND_LINE),), what, advice))
+    result.problems.append(Problem(((f"'{line}'", COMMAND_LINE),), what, advice))
     result.refused.add(line.partition("=")[0].lstrip("+~"))
 
 
@@ -297,32 +299,21 @@ def _plain(composed: object, resolve: bool = True) -> dict[str, object]:
     return {str(name): value for name, value in values.items()}
 
 
-def _to_apply(override: Override, is_known: Callable[[str], bool], result: Composition) -> Override | None:
-    """The override for Hydra, or None. Every key has a default, so `key=`, `+key=` and `++key=` are the same."""
-    key = override.key_or_group
-    if override.is_delete():
-        return override if key in result.deleted else None
-    result.settings += setting_origins.settings_of_value(key, override.value(), setting_origins.COMMAND_LINE)
-    return replace(override, type=OverrideType.FORCE_ADD) if is_known(key) else None
-
-
-def _check_deletions(parsed: Sequence[Override], result: Composition) -> None:
-    """A problem for each deletion of a key that was not set."""
-    keys = {setting.key for setting in result.settings}
+def _applied(parsed: Sequence[Override], result: Composition) -> Iterator[Override]:
+    """The overrides for Hydra; each is recorded as a setting, and a problem if it deletes what was not set. Every key
+    has a default, so `key=`, `+key=` and `++key=` are the same."""
     for override in parsed:
         key = override.key_or_group
         if not override.is_delete():
-            keys |= {
-                setting.key
-                for setting in setting_origins.settings_of_value(key, override.value(), setting_origins.COMMAND_LINE)
-            }
-        elif key in keys:
+            result.settings += settings_of_value(key, override.value(), COMMAND_LINE)
+            if is_known(key):
+                yield replace(override, type=OverrideType.FORCE_ADD)
+        elif any(setting.key == key for setting in result.settings):
             result.deleted.append(key)
+            yield override
         else:
             advice = "remove this override: the key has its default already"
-            result.problems.append(
-                Problem(((f"~{key}", setting_origins.COMMAND_LINE),), "there is nothing to remove", advice)
-            )
+            result.problems.append(Problem(((f"~{key}", COMMAND_LINE),), "there is nothing to remove", advice))
 
 
 def _reason(error: BaseException) -> str:
@@ -338,10 +329,7 @@ class _CheckedFiles(FileConfigSource):
         return "distflow"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        problems: list[Problem] = []
-        setting_origins.read_node(Path(self.path, self._normalize_file_name(config_path)), problems)
-        if problems:
-            raise ConfigError(problems)
+        read_node(Path(self.path, self._normalize_file_name(config_path)))
         return super().load_config(config_path)
 
 
@@ -371,15 +359,15 @@ def _choose_files(source: Path, files: CachingConfigRepository, result: Composit
     except ConfigError:  # raised by `_CheckedFiles`
         raise
     except YAMLError as error:
-        result.failure = setting_origins.yaml_problem(error, source)
+        result.failure = yaml_problem(error, source)
     except (HydraException, ValueError) as error:  # ValueError: defaults is not a list
         reason = _reason(error)
-        names = ", ".join(setting_origins.preset_names())
+        names = ", ".join(preset_names())
         advice = f"name presets ({names}) or files next to this one, without .yaml, in a list: defaults: [grpo, _self_]"
-        result.failure = Problem(((setting_origins.display(source), "defaults"),), reason, advice)
+        result.failure = Problem(((display(source), "defaults"),), reason, advice)
     except RecursionError:
         advice = "break the cycle; a file with the name of a preset cannot build on that preset: rename it"
-        result.failure = Problem(((setting_origins.display(source), "defaults"),), "builds on itself", advice)
+        result.failure = Problem(((display(source), "defaults"),), "builds on itself", advice)
     return []
 
 
@@ -387,18 +375,9 @@ def _paths(source: Path, chosen: Sequence[ResultDefault]) -> Iterator[tuple[Path
     """Each YAML file with its package, the prefix of its keys."""
     for entry in chosen:
         if entry.config_path not in (None, _RUN):
-            places = [parent / f"{entry.config_path}.yaml" for parent in (source.parent, setting_origins.PRESETS)]
+            places = [parent / f"{entry.config_path}.yaml" for parent in (source.parent, PRESETS)]
             package = "" if entry.package in (None, "_global_") else str(entry.package)
             yield from [(path, package) for path in places if path.is_file()][:1]
-
-
-def _merged(chosen: list[ResultDefault], files: CachingConfigRepository, overrides: list[Override]) -> DictConfig:
-    """The files merged in order, then the overrides."""
-    composed = _loader()._compose_config_from_defaults_list(chosen, files)
-    composed.pop("hydra", None)
-    OmegaConf.set_struct(composed, True)
-    ConfigLoaderImpl._apply_overrides_to_config(overrides, composed)
-    return composed
 
 
 def _loader() -> ConfigLoaderImpl:

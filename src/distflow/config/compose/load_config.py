@@ -19,7 +19,7 @@ from distflow.config.compose.setting_origins import (
     overriding_defaults,
     settings_of_value,
 )
-from distflow.config.compose.typed_values import Mismatch, nested, parse_value
+from distflow.config.compose.typed_values import Mismatch, flat, parse_value
 from distflow.config.compose.unknown_and_unused_keys import is_known, judge_settings, look_up, parents
 from distflow.config.derived_settings import CUSTOM, RunLimits, is_rl, may_have_critic, pipeline_name
 from distflow.config.extension_kinds import find_unregistered
@@ -90,15 +90,15 @@ def load_config(
         from distflow.config.compose import hydra_composition
 
         source = hydra_composition.find_source(preset_or_file)
-        composed = hydra_composition.compose_values(source, overrides, _plain_defaults(), is_known)
+        composed = hydra_composition.compose_values(source, overrides)
         if (unnamed := hydra_composition.find_base(source, composed, base)) is not None:
-            composed = hydra_composition.compose_values(source, overrides, _plain_defaults(), is_known, unnamed)
+            composed = hydra_composition.compose_values(source, overrides, unnamed)
         import_problems: list[Problem] = []
         registered = composed.failure is None and _register_user_groups(
             composed.values, composed.settings, import_problems, trust_code
         )
         if registered:
-            composed = hydra_composition.compose_values(source, overrides, _plain_defaults(), is_known, unnamed)
+            composed = hydra_composition.compose_values(source, overrides, unnamed)
         renamed = _rename(composed)
         misused, accepted = judge_settings(composed.settings, composed.values)
         problems = [*composed.problems, *import_problems, *misused]
@@ -164,7 +164,8 @@ def with_named(loaded: Loaded, named: Iterable[NamedKey]) -> Loaded:
     ConfigError for other keys that contradict them, or are missing.
     """
     changes, keys, values = dict[str, Change](), schema_keys(), flatten(loaded.config)
-    for key, given, by in _leaves(named):
+    leaves = ((key, given, by) for group, below, by in named for key, given in flat({group: below}, "", keys).items())
+    for key, given, by in leaves:
         if key not in keys:
             group, _, name = key.rpartition(".")
             known = [other.removeprefix(f"{group}.") for other in keys if other.startswith(f"{group}.")]
@@ -180,14 +181,6 @@ def with_named(loaded: Loaded, named: Iterable[NamedKey]) -> Loaded:
             raise UserError(f"{by} names {key}={shown}, but it is {other} ({origin}): remove one of them")
         changes[key] = (key, value, f"{by} names it")
     return with_changes(loaded, [change for key, change in changes.items() if change[1] != values[key]], complete=True)
-
-
-def _leaves(named: Iterable[NamedKey]) -> Iterator[NamedKey]:
-    for key, value, by in named:
-        if isinstance(value, Mapping) and key not in schema_keys():
-            yield from _leaves((f"{key}.{name}", below, by) for name, below in value.items())
-        else:
-            yield key, value, by
 
 
 def differing(loaded: Loaded, theirs: Loaded) -> list[tuple[str, str, str]]:
@@ -310,12 +303,6 @@ def _differences_from_verl(loaded: Loaded, accepted: Iterable[str]) -> list[str]
     found = differing(loaded, load_config(preset, complete=False))
     listed = ", ".join(f"{key}={here} (verl {there})" for key, here, there in found)
     return [f"verl has other defaults, which the preset {preset} has; here {listed}"] if found else []
-
-
-def _plain_defaults() -> dict[str, object]:
-    """The schema's defaults as plain values, without lists and mappings, which settings replace as a whole."""
-    scalars = {name: info for name, info in schema_keys().items() if not isinstance(info.default, dict | tuple | list)}
-    return nested({name: info.spec.plain(info.default) for name, info in scalars.items()})
 
 
 def _register_user_groups(

@@ -10,7 +10,7 @@ import yaml
 from distflow.builtin_names import ESTIMATORS
 from distflow.config.keys.declare import dotted
 from distflow.config.migration.tables import NOT_GIVEN
-from distflow.errors import Problem
+from distflow.errors import ConfigError, Problem
 from distflow.untrusted_files import MAX_YAML_BYTES, check_aliases, read_file
 
 COMMAND_LINE, IN_PYTHON = "command line", "given in Python"
@@ -56,7 +56,7 @@ def pipeline_of_algorithm(workflow_type: object, estimator: object) -> str | Non
 
 def overriding_defaults(path: Path) -> list[str]:
     """The names after `_self_` in the `defaults` of a YAML file, which override its own keys."""
-    names = _names_in_defaults(read_node(path, []))
+    names = _names_in_defaults(read_node(path))
     return names[names.index("_self_") + 1 :] if "_self_" in names else []
 
 
@@ -69,9 +69,9 @@ def _names_in_defaults(root: yaml.Node | None) -> list[str]:
 
 def only_own_files(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
     """Whether neither a YAML file nor the neighbouring files in its `defaults` build on a preset."""
-    root = read_node(path, [])
+    root = read_node(path)
     if path in seen or not isinstance(root, yaml.MappingNode):
-        return False  # reading the file reports the reason
+        return False  # composing the file reports the reason
     files = [path.parent / f"{name}.yaml" for name in _names_in_defaults(root) if name != "_self_"]
     return all(file.is_file() and only_own_files(file, seen | {path}) for file in files)
 
@@ -89,17 +89,19 @@ def display(path: Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
-def read_settings(path: Path, prefix: str, problems: list[Problem]) -> list[Setting]:
+def read_settings(path: Path, prefix: str) -> list[Setting]:
     """Every mapping entry of a YAML file, groups before their entries. prefix: the file's Hydra package.
 
-    Adds to `problems` if the file is not a readable mapping or names a key twice.
+    Raises ConfigError if the file is not a readable mapping or names a key twice.
     """
-    root = _parse(path, problems)
+    root = read_node(path)
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):
-        problems.append(Problem(((display(path), "line 1"),), "is not a mapping of keys", "write key: value lines"))
-        return []
+        raise ConfigError([Problem(((display(path), "line 1"),), "is not a mapping of keys", "write key: value lines")])
+    if twice := [*_named_twice(root, "", path)]:
+        raise ConfigError(twice)
+    _flatten_merges(root, yaml.SafeLoader(""))
     directive = dotted(prefix, "defaults")
     return [entry for entry in _entries(root, prefix, path) if not f"{entry.key}.".startswith(f"{directive}.")]
 
@@ -118,13 +120,11 @@ def named_twice(text: str) -> str:
         node = yaml.SafeLoader(text).get_single_node() if text.startswith("{") else None
     except (yaml.YAMLError, RecursionError):
         return ""
-    found = list[Problem]()
-    if isinstance(node, yaml.MappingNode):
-        _check_twice(node, "", Path(), found)
-    return found[0].places[0][0] if found else ""
+    found = _named_twice(node, "", Path()) if isinstance(node, yaml.MappingNode) else ()
+    return next((problem.places[0][0] for problem in found), "")
 
 
-def yaml_problem(error: yaml.YAMLError, path: Path) -> Problem:
+def yaml_problem(error: yaml.YAMLError | UnicodeDecodeError, path: Path) -> Problem:
     """The problem for a YAML error, with file and line; `path` if the error names no file."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return Problem(((display(path), "the file"),), f"cannot be read: {error}", "save it as UTF-8 text")
@@ -143,40 +143,30 @@ def yaml_problem(error: yaml.YAMLError, path: Path) -> Problem:
     return Problem(((display(named), where),), f"is not valid YAML: {error.problem}", advice)
 
 
-def read_node(path: Path, problems: list[Problem]) -> yaml.Node | None:
-    """The document of a YAML file. Adds to `problems` if it is unreadable or too large."""
+def read_node(path: Path) -> yaml.Node | None:
+    """The document of a YAML file. Raises ConfigError if it is unreadable or too large."""
     try:
         root = yaml.SafeLoader(read_file(path, max_bytes=MAX_YAML_BYTES).decode("utf-8")).get_single_node()
         check_aliases(root)
         return root
-    except yaml.YAMLError as error:
-        problems.append(yaml_problem(error, path))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problem = yaml_problem(error, path)
     except OSError as error:
         what = f"cannot be read: {error.strerror}"
-        problems.append(Problem(((display(path), "the file"),), what, "check what it is and its permissions"))
-    except UnicodeDecodeError as error:
-        problems.append(Problem(((display(path), "the file"),), f"cannot be read: {error}", "save it as UTF-8 text"))
-    return None
+        problem = Problem(((display(path), "the file"),), what, "check what it is and its permissions")
+    raise ConfigError([problem])
 
 
-def _parse(path: Path, problems: list[Problem]) -> yaml.Node | None:
-    root = read_node(path, problems)
-    if isinstance(root, yaml.MappingNode):
-        _check_twice(root, "", path, problems)
-        _flatten_merges(root, yaml.SafeLoader(""))
-    return root
-
-
-def _check_twice(node: yaml.MappingNode, prefix: str, path: Path, problems: list[Problem]) -> None:
+def _named_twice(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Problem]:
     first_lines: dict[str, int] = {}
     for name_node, value in node.value:
         name, line = dotted(prefix, str(name_node.value)), name_node.start_mark.line + 1
         if name in first_lines:
             what = f"was already set in line {first_lines[name]}"
-            problems.append(Problem(((name, f"{display(path)}:{line}"),), what, "keep one of the two lines"))
+            yield Problem(((name, f"{display(path)}:{line}"),), what, "keep one of the two lines")
         first_lines[name] = line
         if isinstance(value, yaml.MappingNode):
-            _check_twice(value, name, path, problems)
+            yield from _named_twice(value, name, path)
 
 
 def _flatten_merges(node: yaml.MappingNode, loader: yaml.SafeLoader) -> None:

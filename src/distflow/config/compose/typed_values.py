@@ -117,7 +117,7 @@ def parse_differing(
         if not isinstance(name, str) or not isinstance(settings, Mapping):
             raise Mismatch(f"has {show(settings)} for {show(name)}, which is not a mapping by {of}", form)
         found[name] = {}
-        for key, given in _flat(settings, "", keys).items():
+        for key, given in flat(settings, "", keys).items():
             if key not in keys:
                 advice = f"{did_you_mean(key, keys)}there are {', '.join(keys)}; {form}"
                 raise Mismatch(f"has '{key}' for the {of} '{name}'", elsewhere(name, key) or advice)
@@ -144,6 +144,18 @@ def nested(values: Mapping[str, object]) -> dict[str, Any]:
         for group in groups:
             place = place.setdefault(group, {})
         place[last] = _plain(value)
+    return found
+
+
+def flat(settings: Mapping[str, object], prefix: str, keys: Mapping[str, KeyInfo]) -> dict[str, object]:
+    """Nested values by their dotted names; a mapping that is the value of one of `keys` stays whole."""
+    found: dict[str, object] = {}
+    for name, value in settings.items():
+        key = dotted(prefix, str(name))
+        if isinstance(value, Mapping) and key not in keys:
+            found |= flat(value, key, keys)
+        else:
+            found[key] = value
     return found
 
 
@@ -273,14 +285,3 @@ def parse_band(value: object, of_shares: bool = False) -> object:
 
 
 parse_share_band = partial(parse_band, of_shares=True)
-
-
-def _flat(settings: Mapping[str, object], prefix: str, keys: Mapping[str, KeyInfo]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for name, value in settings.items():
-        key = dotted(prefix, str(name))
-        if isinstance(value, Mapping) and key not in keys:
-            found |= _flat(value, key, keys)
-        else:
-            found[key] = value
-    return found

@@ -1,7 +1,7 @@
 """The whole config, with groups that users register: as flat keys, as YAML, and compared with another."""
 
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -129,12 +129,6 @@ of a reward function is reported."""
 def flatten(config: Config) -> dict[str, object]:
     """The value of each key by its dotted name, in the order of the schema."""
     return {key: value for name in group_names() for key, _, value, _ in walk(find_group(config, name), name)}
-
-
-def changed_from_default(values: Mapping[str, object], names: Iterable[str]) -> Iterator[str]:
-    """The keys whose value is not the default. values: the result of `flatten`."""
-    keys = schema_keys()
-    return (name for name in names if values[name] != keys[name].default)
 
 
 def to_dict(config: Config) -> dict[str, object]:

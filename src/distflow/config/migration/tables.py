@@ -146,10 +146,15 @@ def split_overrides(text: str) -> dict[str, str]:
     return dict(part.split("=", 1) for part in _OVERRIDE.split(text))
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file in which short forms in capitals stand for groups."""
+    text = path.read_text(encoding="utf-8")
+    return tomllib.loads(re.sub(r"\b[A-Z]+\b", lambda word: _SHORT_FORMS.get(word[0], word[0]), text))
+
+
 def read_table(path: Path) -> Table:
     """The table that a file of this folder holds; what it may hold is checked by `tests/config/migration`."""
-    text = re.sub(r"\b[A-Z]+\b", lambda word: _SHORT_FORMS.get(word[0], word[0]), path.read_text(encoding="utf-8"))
-    raw = tomllib.loads(text)
+    raw = read_toml(path)
     answers = raw.get("answers", {})
     return Table(
         sources=tuple(raw["sources"]),
@@ -194,8 +199,12 @@ def _fields(entry: Any, answers: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _read_values(entry: Mapping[str, str]) -> dict[Any, str]:
-    """TOML names are str: null, true, false and integers are converted."""
-    return {int(k) if re.fullmatch(r"-?\d+", k) else _CONSTANTS.get(k, k): text for k, text in entry.items()}
+    return {constant(name): text for name, text in entry.items()}
+
+
+def constant(text: str) -> Any:
+    """The value of a word of TOML, in which null, true, false and integers are those."""
+    return int(text) if re.fullmatch(r"-?\d+", text) else _CONSTANTS.get(text, text)
 
 
 def _same(value: object, other: object) -> bool:

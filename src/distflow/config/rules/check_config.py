@@ -8,12 +8,12 @@ from distflow.config.keys.schema import Config, flatten, schema_keys, with_value
 from distflow.config.rules import (
     Finding,
     algorithm,
+    combinations,
     data_and_rewards,
     domains,
     models_and_engines,
     pipeline_and_estimator,
     run,
-    unused_options,
 )
 from distflow.config.rules.sizes import SIZE_RULES
 from distflow.errors import ConfigError, Problem
@@ -24,9 +24,8 @@ RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     *domains.RULES,
     *models_and_engines.RULES,
     *algorithm.RULES,
-    *domains.ALGORITHM_RULES,
     *run.RULES,
-    *unused_options.RULES,
+    *combinations.RULES,
 )
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from string import Formatter
 
-from distflow.builtin_names import CUSTOM_REWARD, TEMPLATE_PARAMETERS
-from distflow.config.derived_settings import algorithms, is_rl, named_rewards, reads_pairs, reward_functions
+from distflow.builtin_names import TEMPLATE_PARAMETERS
+from distflow.config.derived_settings import is_rl, named_rewards, reads_pairs, reward_functions
 from distflow.config.keys.data import DataConfig, DomainConfig
 from distflow.config.keys.reward import RewardConfig, on_error_of, patience_of, scoring_models
 from distflow.config.keys.schema import Config
@@ -19,14 +19,7 @@ def sources(config: Config) -> Iterator[tuple[str, DataConfig | DomainConfig]]:
 
 
 def files(config: Config) -> Iterator[Finding]:
-    """There is training data, and the limits leave some rows."""
-    if not config.data.train_files and not config.data.domains:
-        yield Finding(
-            ("data.train_files", "data.domains"),
-            "there is no data to train on",
-            "set data.train_files=FILE.jsonl (or .parquet, .csv, a data set's id, builtin:NAME)",
-            missing=True,
-        )
+    """Files have names, and the limits leave some rows."""
     for key, source in sources(config):
         for files_key, names, limit in (
             (f"{key}.train_files", source.train_files, source.train_max_samples),
@@ -77,30 +70,18 @@ def prompts(config: Config) -> Iterator[Finding]:
     if data.enable_thinking and data.apply_chat_template_kwargs.get("enable_thinking", True) is not True:
         keys = ("data.enable_thinking", "data.apply_chat_template_kwargs")
         yield Finding(keys, "one switches thinking on and the other off", "set data.enable_thinking alone")
-    if data.truncation != "error" and data.filter_overlong_prompts:
-        yield Finding(
-            ("data.truncation", "data.filter_overlong_prompts"),
-            "prompts that are too long are filtered out before they could be truncated",
-            "set data.filter_overlong_prompts=false, or leave data.truncation at error",
-        )
 
 
 def functions(config: Config) -> Iterator[Finding]:
-    """There are reward functions, and their weights are not all 0, unless a reward model scores too."""
+    """The weights of reward functions are not all 0, unless a reward model scores too."""
     models = scoring_models(config.reward_model)
     key = "reward_model.models" if config.reward_model.models else "reward_model.model.path"
-    if models and any(each.adv_estimator == "remax" for _, each in algorithms(config)):
-        what = "ReMax's baseline is scored by reward functions, and would not include the model's score"
-        advice = "make it a reward function: reward.functions={default: [{name: model, options: {path: DIR}}]}"
-        yield Finding((key, "algorithm.adv_estimator"), what, advice)
     for name in sorted({part.name for _, _, parts in named_rewards(config) for part in parts} & models.keys()):
         yield Finding((key, "reward.functions"), f"'{name}' is a reward function too", "choose another name")
     drops = "drop" in (on_error_of(config.reward, each) for each in ("", *config.reward.domains))
     if drops and any(model.judge for model in models.values()):
         what = "a judge's errors occur in the training loop, which cannot replace a group"
         yield Finding((key, "reward.on_error"), what, "set reward.on_error to mask or {score: x}")
-    if not config.reward.functions and not config.data.domains:
-        yield Finding(("reward.functions",), "there is no reward", "set e.g. reward.functions.default=[math]")
     for key, domain, parts in named_rewards(config):
         if parts and all(part.weight == 0 for part in parts) and not scoring_models(config.reward_model, domain):
             what = f"all weights of the domain '{domain}' are 0, so its score is always 0"
@@ -108,17 +89,6 @@ def functions(config: Config) -> Iterator[Finding]:
         if any(part.name == "judge" and not part.options.get("model") for part in parts):
             advice = "write {name: judge, options: {model: NAME, base_url: URL}}; without a URL it is one of OpenAI's"
             yield Finding((key,), "the judge has no model", advice)
-
-
-def custom_function(config: Config) -> Iterator[Finding]:
-    """The reward `custom` and its function belong together."""
-    uses_custom = any(part.name == CUSTOM_REWARD for parts in reward_functions(config).values() for part in parts)
-    path, keys = config.custom_reward_function.path, ("custom_reward_function.path", "reward.functions")
-    if uses_custom and path is None:
-        advice = "set custom_reward_function.path=my_reward.py (and .name, if it is not compute_score)"
-        yield Finding(keys, "the reward 'custom' has no function", advice)
-    if path is not None and not uses_custom and is_rl(config):
-        yield Finding(keys, "no domain uses the function", "set reward.functions.default=[custom], or remove it")
 
 
 def retries(config: Config) -> Iterator[Finding]:
@@ -148,4 +118,4 @@ def _takes_prompt(template: str) -> bool:
     return names == ["prompt"]
 
 
-RULES = (files, columns, prompts, functions, custom_function, retries)
+RULES = (files, columns, prompts, functions, retries)

@@ -6,23 +6,22 @@ from dataclasses import replace
 from distflow.builtin_names import CURRICULA, POLICY_LOSSES
 from distflow.config.compose.typed_values import did_you_mean
 from distflow.config.derived_settings import (
-    CUSTOM,
     chooses_by_tags,
     config_of,
     find_pipeline,
     is_rl,
-    may_have_critic,
     own_losses,
-    pipeline_name,
     reward_functions,
-    takes_values,
     unfiltered_domains,
     validates,
 )
 from distflow.config.keys.algorithm import DIFFERING_LOSS
 from distflow.config.keys.data import DomainConfig
 from distflow.config.keys.schema import Config
-from distflow.config.rules import ACTOR, ROLLOUT, Finding, algorithm, pipeline_and_estimator, unused_options
+from distflow.config.rules import ACTOR, ROLLOUT, Finding
+from distflow.config.rules.algorithm import normalised_groups
+from distflow.config.rules.combinations import ALGORITHM_RULES
+from distflow.config.rules.pipeline_and_estimator import known_names
 
 _OF_SFT = ("response_key", "messages_key")
 _OF_RL = (
@@ -162,10 +161,7 @@ def used(config: Config) -> Iterator[Finding]:
             )
 
 
-_RULES_OF_DOMAINS = (
-    *(pipeline_and_estimator.group_of_one, pipeline_and_estimator.known_names),
-    *(algorithm.kl_control, algorithm.clip_ratios, *algorithm.NORMALIZATION_RULES, *unused_options.RULES),
-)
+_RULES_OF_DOMAINS = (known_names, normalised_groups, *ALGORITHM_RULES)
 
 
 def of_each(config: Config) -> Iterator[Finding]:
@@ -184,20 +180,6 @@ def of_each(config: Config) -> Iterator[Finding]:
                     for key, own_key in named.items():
                         advice = advice.replace(f"{key}=", f"{own_key}=")
                     yield replace(finding, keys=tuple(named.get(key, key) for key in finding.keys), advice=advice)
-
-
-def critics(config: Config) -> Iterator[Finding]:
-    """A domain's estimator that reads values needs a pipeline with a critic."""
-    if not is_rl(config) or pipeline_name(config) == CUSTOM or may_have_critic(config):
-        return
-    for domain in config.algorithm.domains:
-        own = config_of(config, domain).algorithm
-        if takes_values(own):
-            yield Finding(
-                (f"algorithm.domains.{domain}.adv_estimator", "dag.pipeline"),
-                f"{own.adv_estimator} needs the values of a critic, but the pipeline {pipeline_name(config)} has none",
-                "set dag.pipeline=rlvr, or an estimator without a critic such as reinforce",
-            )
 
 
 def clips(config: Config) -> Iterator[Finding]:
@@ -222,5 +204,4 @@ def known(config: Config) -> Iterator[Finding]:
             yield Finding((key, "data.domains"), f"there is no domain '{domain}'", advice)
 
 
-RULES = (one_form, tags, sources, curriculum, rewards, lengths, used)
-ALGORITHM_RULES = (of_each, critics, clips, known)
+RULES = (one_form, tags, sources, curriculum, rewards, lengths, used, of_each, clips, known)

@@ -6,15 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from distflow.builtin_names import MODELS, ROLLOUT_ENGINES
-from distflow.config.derived_settings import (
-    action_head,
-    is_one_process,
-    is_rl,
-    is_sharded,
-    may_have_critic,
-    reads_pairs,
-)
-from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig, CriticConfig, OptimConfig
+from distflow.config.derived_settings import action_head, is_rl, may_have_critic
+from distflow.config.keys.actor_rollout_ref_and_critic import OptimConfig
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, MODEL, ROLLOUT, Finding
@@ -25,18 +18,12 @@ _LOOKS_SECRET = re.compile(r"token|secret|password|passwd|credential|api_?key|ac
 
 
 def model_source(config: Config) -> Iterator[Finding]:
-    """There is a model, and its weights have one source."""
+    """There is a model, and a GGUF file is one."""
     model = config.actor_rollout_ref.model
     if not model.path:
         ours = " or ".join(f"builtin:{name}" for name in MODELS)
         advice = f"set {MODEL}.path to a folder, a hub id, or {ours} with {MODEL}.init=random"
         yield Finding((f"{MODEL}.path",), "there is no model to train", advice, missing=True)
-    if model.gguf_file is not None and model.init == "random":
-        yield Finding(
-            (f"{MODEL}.init", f"{MODEL}.gguf_file"),
-            "init=random requests new weights, but gguf_file names trained ones",
-            f"set {MODEL}.init=pretrained, or remove the file",
-        )
     if model.gguf_file is not None and not model.gguf_file.endswith(".gguf"):
         yield Finding((f"{MODEL}.gguf_file",), f"'{model.gguf_file}' is not a GGUF file", "name a .gguf file")
 
@@ -57,25 +44,13 @@ def remote_code(config: Config) -> Iterator[Finding]:
 
 
 def lora(config: Config) -> Iterator[Finding]:
-    """Adapters need a trained base model, and modules."""
-    model = config.actor_rollout_ref.model
-    if model.lora_rank > 0 and model.init == "random":
-        yield Finding(
-            (f"{MODEL}.lora_rank", f"{MODEL}.init"),
-            "the base weights below the adapters would stay random",
-            f"set {MODEL}.lora_rank=0, or {MODEL}.init=pretrained",
-        )
-    if model.lora_rank > 0 and reads_pairs(config):
-        what = "an adapter does not train the reward model's new head"
-        yield Finding((f"{MODEL}.lora_rank", "dag.pipeline"), what, f"set {MODEL}.lora_rank=0")
-    rollout = config.actor_rollout_ref.rollout
+    """An engine that takes unmerged adapters serves them."""
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     able = [name for name, entry in ROLLOUT_ENGINES.items() if entry.serves_adapters]
     if not model.lora_merge and (rollout.name not in able or rollout.url):
         what = f"only a server of {' or '.join(able)} that the run starts serves an adapter beside its weights"
         keys = (f"{MODEL}.lora_merge", f"{ROLLOUT}.{'url' if rollout.name in able else 'name'}")
         yield Finding(keys, what, f"set {MODEL}.lora_merge=true")
-    if model.target_modules == ():
-        yield Finding((f"{MODEL}.target_modules",), "no module would get an adapter", "name modules, or all-linear")
 
 
 def optimizers(config: Config) -> Iterator[Finding]:
@@ -100,28 +75,10 @@ def optimizers(config: Config) -> Iterator[Finding]:
             yield Finding((f"{prefix}.min_lr_ratio", scheduler), what, advice)
 
 
-def sampling(config: Config) -> Iterator[Finding]:
-    """Sampling leaves tokens to choose from, and a response cannot be empty."""
-    rollout = config.actor_rollout_ref.rollout
-    sampled: list[tuple[str, int | None, tuple[str, ...] | None]] = [
-        (ROLLOUT, rollout.top_k, rollout.stop),
-        (f"{ROLLOUT}.val_kwargs", rollout.val_kwargs.top_k, ()),
-        *((f"data.domains.{name}", own.top_k, own.stop) for name, own in config.data.domains.items()),
-        *((f"{ROLLOUT}.agents.{name}", own.top_k, own.stop) for name, own in rollout.agents.items()),
-    ]
-    for key, top_k, stop in sampled:
-        if top_k == 0:
-            yield Finding((f"{key}.top_k",), "no token would be left", "set it to -1 (off), or to 1 or more")
-        if "" in (stop or ()):
-            yield Finding((f"{key}.stop",), "the empty string would end every response at once", "remove it")
-
-
 def weight_sync(config: Config) -> Iterator[Finding]:
     """Weight syncs are frequent enough for the staleness."""
-    if not is_rl(config):
-        return
     every, staleness = config.actor_rollout_ref.actor.model_update_frequency, config.async_.max_staleness
-    if every - 1 > staleness:
+    if is_rl(config) and every - 1 > staleness:
         yield Finding(
             (f"{ACTOR}.model_update_frequency", "async.max_staleness"),
             f"a weight sync every {every} steps makes samples up to {count_of(every - 1, 'step')} old, but {staleness} "
@@ -135,7 +92,7 @@ def rollout_server(config: Config) -> Iterator[Finding]:
     rollout = config.actor_rollout_ref.rollout
     given = [f"{ROLLOUT}.{name}" for name in ("python", "url", "engine_kwargs") if getattr(rollout, name)]
     given += [f"{ROLLOUT}.data_parallel_size"] if rollout.data_parallel_size > 1 else []
-    if _allocation_decides(config):
+    if allocation_decides(config):
         return
     entry = ROLLOUT_ENGINES.get(rollout.name)
     if entry is None or not entry.in_server:
@@ -144,10 +101,6 @@ def rollout_server(config: Config) -> Iterator[Finding]:
             why = f"the engine '{rollout.name}' has no server"
             yield Finding((key, f"{ROLLOUT}.name"), why, f"set {ROLLOUT}.name={able}, or remove it")
         return
-    if not entry.takes_weights and rollout.temperature != 1:
-        why = "the server reports log-probs at temperature 1, by which it is compared with the model"
-        set_one = f"set {ROLLOUT}.temperature=1; {ROLLOUT}.val_kwargs.temperature may differ"
-        yield Finding((f"{ROLLOUT}.temperature", f"{ROLLOUT}.name"), why, set_one)
     if not entry.takes_weights and any(agent.temperature not in (None, 1) for agent in rollout.agents.values()):
         why = "the server reports log-probs at temperature 1, by which it is compared with the model"
         yield Finding((f"{ROLLOUT}.agents", f"{ROLLOUT}.name"), why, "remove the agents' temperatures")
@@ -161,8 +114,6 @@ def rollout_server(config: Config) -> Iterator[Finding]:
         if name not in ROLLOUT_ENGINES or not isinstance(options, dict):
             example = f"{ROLLOUT}.engine_kwargs.{rollout.name}.max_model_len=4096"
             yield Finding((f"{ROLLOUT}.engine_kwargs",), "options belong to an engine", f"write for example {example}")
-    if rollout.batch_invariant:
-        yield Finding((f"{ROLLOUT}.batch_invariant",), "the rounding of a server depends on its batch", "remove it")
     for name, model in scoring_models(config.reward_model).items():
         if model.is_whole_judge:
             why = f"a judge has the engine of the rollout, and '{rollout.name}' is the server of one model"
@@ -170,7 +121,7 @@ def rollout_server(config: Config) -> Iterator[Finding]:
             yield Finding((f"reward_model.models.{name}.judge", f"{ROLLOUT}.name"), why, advice)
 
 
-def _allocation_decides(config: Config) -> bool:
+def allocation_decides(config: Config) -> bool:
     """Whether the allocation names another rollout engine; it replaces a default, and the rules run again."""
     allocation = config.trainer.allocation or ""
     return bool(allocation) and not re.search(rf"\b{re.escape(config.actor_rollout_ref.rollout.name)}\b", allocation)
@@ -181,7 +132,7 @@ def tensor_parallel_rollout(config: Config) -> Iterator[Finding]:
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     key, size = f"{ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
     entry = ROLLOUT_ENGINES.get(rollout.name)
-    if size == 1 or entry is None or _allocation_decides(config):
+    if size == 1 or entry is None or allocation_decides(config):
         return
     if "t" not in entry.sizes:
         able = " or ".join(name for name, entry in ROLLOUT_ENGINES.items() if "t" in entry.sizes)
@@ -203,47 +154,11 @@ def tensor_parallel_rollout(config: Config) -> Iterator[Finding]:
         yield Finding((key, "trainer.n_gpus_per_node"), why, advice)
 
 
-def sampling_of_server(config: Config) -> Iterator[Finding]:
-    """The log-probs of a truncated distribution are reported; those of temperature and top-k always are."""
-    rollout = config.actor_rollout_ref.rollout
-    entry = ROLLOUT_ENGINES.get(rollout.name)
-    if entry is None or entry.reports_truncated:
-        return
-    given = {f"{ROLLOUT}.{name}": getattr(rollout, name) for name in ("top_p", "min_p", "repetition_penalty")}
-    given[f"{ROLLOUT}.val_kwargs.top_p"] = rollout.val_kwargs.top_p
-    given |= {f"{ROLLOUT}.agents.{name}.top_p": agent.top_p or 1.0 for name, agent in rollout.agents.items()}
-    for key, value in given.items():
-        if value != (0.0 if key.endswith("min_p") else 1.0):
-            why = f"'{rollout.name}' does not report log-probs under the distribution that it then samples from"
-            yield Finding((key, f"{ROLLOUT}.name"), why, f"remove {key}; top_k is supported")
-
-
-def action_heads(config: Config) -> Iterator[Finding]:
-    """Numbers of continuous actions are drawn by the engine hf from the whole normal distribution, by one policy."""
-    rollout, validation, model = config.actor_rollout_ref.rollout, "val_kwargs.", config.actor_rollout_ref.model
-    if (head := action_head(config)) is None:
-        return
-    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop": ()}
-    sampling = {f"{ROLLOUT}.{name}": (getattr(rollout, name), usual) for name, usual in plain.items()}
-    for name in ("temperature", "top_p", "top_k") if rollout.val_kwargs.n else ():
-        sampling[f"{ROLLOUT}.{validation}{name}"] = getattr(rollout.val_kwargs, name), plain[name]
-    for domain, own in config.data.domains.items():
-        for name in ("temperature", "top_p", "top_k"):
-            sampling[f"data.domains.{domain}.{name}"] = getattr(own, name, None) or plain[name], plain[name]
-    wrong = {key: f"set {key}={usual}" for key, (value, usual) in sampling.items() if value != usual}
-    others = {
-        f"{ROLLOUT}.name": (rollout.name != "hf", "set it to hf"),
-        f"{ROLLOUT}.workflow": (rollout.workflow != "simulator", "set it to simulator"),
-        f"{ROLLOUT}.agents": (bool(rollout.agents), "remove them"),
-        f"{MODEL}.lora_rank": (model.lora_rank > 0, "set it to 0"),
-        f"{ACTOR}.strategy": (is_sharded(config), "set it to torch"),
-    }
-    wrong |= {key: advice for key, (is_wrong, advice) in others.items() if is_wrong}
-    for key, advice in wrong.items():
-        what = f"actions.head={head} draws numbers, and does not support this"
-        yield Finding((key, f"{ROLLOUT}.workflow_kwargs"), what, advice)
-    actions: Any = rollout.workflow_kwargs.get("actions", {})
-    if head == "flow_sde" and not (isinstance(noise := actions.get("noise", 0.5), int | float) and noise > 0):
+def noise_of_flow(config: Config) -> Iterator[Finding]:
+    """A flow that draws actions has noise."""
+    actions: Any = config.actor_rollout_ref.rollout.workflow_kwargs.get("actions", {})
+    noise = actions.get("noise", 0.5) if action_head(config) == "flow_sde" else 0.5
+    if not (isinstance(noise, int | float) and noise > 0):
         what = "a flow without noise is deterministic: its actions have no density, and the policy no gradient"
         yield Finding((f"{ROLLOUT}.workflow_kwargs",), what, "set actions.noise to a number above 0, such as 0.5")
 
@@ -261,41 +176,7 @@ def no_secrets(config: Config) -> Iterator[Finding]:
             )
 
 
-def sharding(config: Config) -> Iterator[Finding]:
-    """There are ranks to shard over, the optimizer accepts shards, and offloading is not requested twice."""
-    if not is_sharded(config):
-        for name, model in scoring_models(config.reward_model).items():
-            if model.sharded and not re.search(r"\bfsdp\b", config.trainer.allocation or ""):  # which sets it
-                keys, why = (f"reward_model.models.{name}.sharded", f"{ACTOR}.strategy"), "only fsdp shards weights"
-                yield Finding(keys, why, f"set {ACTOR}.strategy=fsdp, or remove sharded")
-        return
-    if is_one_process(config):
-        yield Finding(
-            (f"{ACTOR}.strategy", "trainer.n_gpus_per_node"),
-            "it shards weights over the training ranks, but there is only one",
-            f"set trainer.n_gpus_per_node=2 or more, or {ACTOR}.strategy=torch",
-        )
-    if config.actor_rollout_ref.actor.fsdp_config.fsdp_size == 0:
-        advice = "set it to -1 for all training ranks, or to a divisor of their number"
-        yield Finding((f"{ACTOR}.fsdp_config.fsdp_size",), "no rank would have the weights", advice)
-    owners: dict[str, ActorConfig | CriticConfig] = {ACTOR: config.actor_rollout_ref.actor, "critic": config.critic}
-    for owner, own in owners.items():
-        if own.optim.optimizer == "adamw_8bit":
-            yield Finding(
-                (f"{ACTOR}.strategy", f"{owner}.optim.optimizer"),
-                "bitsandbytes does not support sharded weights",
-                f"set {owner}.optim.optimizer=adamw, or {ACTOR}.strategy=torch",
-            )
-        for name in ("param_offload", "optimizer_offload"):
-            if own.fsdp_config.offload_policy and getattr(own.fsdp_config, name):
-                yield Finding(
-                    (f"{owner}.fsdp_config.{name}", f"{owner}.fsdp_config.offload_policy"),
-                    "with offload_policy weights and moments are always in host memory, so there is nothing to move",
-                    "remove one of them",
-                )
-
-
 RULES = (
-    *(model_source, remote_code, lora, optimizers, sampling, weight_sync, rollout_server, tensor_parallel_rollout),
-    *(sampling_of_server, action_heads, sharding, no_secrets),
+    *(model_source, remote_code, lora, optimizers, weight_sync, rollout_server, tensor_parallel_rollout),
+    *(noise_of_flow, no_secrets),
 )

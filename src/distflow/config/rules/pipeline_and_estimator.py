@@ -2,30 +2,21 @@
 
 from collections.abc import Iterator
 
-from distflow.builtin_names import ESTIMATORS, PIPELINES, POLICY_LOSSES, REGISTERED, REWARDS, ROLLOUT_ENGINES
+from distflow.builtin_names import ESTIMATORS, PIPELINES, POLICY_LOSSES, REGISTERED, REWARDS
 from distflow.config.compose.setting_origins import preset_names
 from distflow.config.compose.typed_values import did_you_mean
 from distflow.config.derived_settings import (
     CUSTOM,
-    algorithms,
-    find_estimator,
-    find_pipeline,
-    is_rl,
-    is_sharded,
-    may_have_critic,
     named_rewards,
     pipeline_name,
     policies_of,
     policies_of_agents,
-    reads_values,
     trained_policies,
 )
 from distflow.config.keys.dag import FIRST_POLICY
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, MODEL, ROLLOUT, Finding
 from distflow.import_target import is_pickled, split_name
-
-_ESTIMATOR, _OLD = "algorithm.adv_estimator", "algorithm.recompute_old_log_probs"
 
 
 def named_pipeline(config: Config) -> Iterator[Finding]:
@@ -41,59 +32,6 @@ def named_pipeline(config: Config) -> Iterator[Finding]:
             else f"{did_you_mean(name, PIPELINES)}built in are {', '.join(PIPELINES)}; write your own as "
             f"module:function, "
             "file.py:function or a list of nodes",
-        )
-
-
-def pipeline_and_workflow(config: Config) -> Iterator[Finding]:
-    """`workflow_type` and `dag.pipeline` do not contradict each other."""
-    kind, named = config.algorithm.workflow_type, {"DAPO": "dapo", "EMBODIED": "embodied_srpo"}
-    if (wanted := named.get(kind)) and pipeline_name(config) not in (wanted, CUSTOM):
-        yield Finding(
-            ("algorithm.workflow_type", "dag.pipeline"),
-            f"workflow_type={kind} selects the pipeline {wanted}, but dag.pipeline selects {config.dag.pipeline}",
-            f"set algorithm.workflow_type=DEFAULT, or dag.pipeline={wanted}",
-        )
-
-
-def pipeline_and_estimator(config: Config) -> Iterator[Finding]:
-    """An estimator that reads values needs a pipeline with a critic, and vice versa."""
-    pipeline, estimator = find_pipeline(config), find_estimator(config)
-    if pipeline is None or not pipeline.generates or pipeline.by_estimator or estimator is None:
-        return
-    chosen, name = pipeline_name(config), config.algorithm.adv_estimator
-    keys = ("algorithm.adv_estimator", "dag.pipeline" if config.dag.pipeline else "algorithm.workflow_type")
-    if estimator.needs_critic and not pipeline.has_critic:
-        yield Finding(
-            keys,
-            f"{name} needs the values of a critic, but the pipeline {chosen} has none",
-            "set dag.pipeline=ppo, or an estimator without a critic such as algorithm.adv_estimator=grpo",
-        )
-    if pipeline.has_critic and not estimator.needs_critic:
-        what = f"the pipeline {chosen} trains a critic that {name} does not read"
-        yield Finding(keys, what, "set algorithm.adv_estimator=gae, or dag.pipeline=grpo")
-
-
-def group_of_one(config: Config) -> Iterator[Finding]:
-    """An estimator that compares the samples of a group needs at least two."""
-    estimator = find_estimator(config)
-    alone = config.actor_rollout_ref.rollout.n == 1 and is_rl(config)
-    if alone and estimator and estimator.needs_group and not config.algorithm.allow_group_of_one:
-        yield Finding(
-            (f"{ROLLOUT}.n", "algorithm.adv_estimator"),
-            f"{config.algorithm.adv_estimator} compares the samples of a prompt, but there is only one",
-            f"set {ROLLOUT}.n=8, or algorithm.adv_estimator=reinforce_plus_plus, or "
-            "algorithm.allow_group_of_one=true if this is intended",
-        )
-
-
-def workflow_and_estimator(config: Config) -> Iterator[Finding]:
-    """The baseline of remax is one greedy response, not an episode."""
-    names = {algorithm.adv_estimator for _, algorithm in algorithms(config)}
-    if config.actor_rollout_ref.rollout.workflow is not None and "remax" in names:
-        yield Finding(
-            (f"{ROLLOUT}.workflow", "algorithm.adv_estimator"),
-            "remax compares with one greedy response, which is not an episode of a workflow",
-            "set algorithm.adv_estimator=rloo",
         )
 
 
@@ -117,17 +55,6 @@ def known_names(config: Config) -> Iterator[Finding]:
             )
 
 
-def critic_warmup(config: Config) -> Iterator[Finding]:
-    """Critic warm-up needs a critic."""
-    warmup = config.trainer.critic_warmup
-    if warmup > 0 and not may_have_critic(config):
-        yield Finding(
-            ("trainer.critic_warmup", "dag.pipeline"),
-            f"the pipeline {pipeline_name(config)} has no critic: nothing would be trained during the warm-up",
-            "set trainer.critic_warmup=0",
-        )
-
-
 def known_policy(config: Config) -> Iterator[Finding]:
     """`dag.policy` is a policy of this config."""
     name, known = config.dag.policy, policies_of(config)
@@ -137,7 +64,7 @@ def known_policy(config: Config) -> Iterator[Finding]:
 
 
 def agents_and_policies(config: Config) -> Iterator[Finding]:
-    """Each agent has an existing policy, each policy an agent, and no set key excludes several policies."""
+    """Each agent has an existing policy, each policy an agent, and it sets what may differ."""
     agents, key, policies = config.actor_rollout_ref.rollout.agents, f"{ROLLOUT}.agents", config.dag.policies
     known, owners = policies_of(config), policies_of_agents(config)
     for name, agent in agents.items():
@@ -163,20 +90,6 @@ def agents_and_policies(config: Config) -> Iterator[Finding]:
                 what = f"sets {own} of the policy '{name}', which no agent trains"
             if not is_optimizers or name not in trained_policies(config):
                 yield Finding(("dag.policies", key), what, f"remove it, or set actor_rollout_ref.{own} for all of them")
-    settings, algorithm = config.actor_rollout_ref, config.algorithm
-    refused = (
-        ("dag.policy", config.dag.policy is not None, "train one of them alone", "null"),
-        (f"{ACTOR}.strategy", is_sharded(config), "shard weights", "torch"),
-        (f"{MODEL}.lora_rank", settings.model.lora_rank > 0, "train adapters", "0"),
-        (f"{ROLLOUT}.name", ROLLOUT_ENGINES[settings.rollout.name].in_server, "generate in a server", "embedded"),
-        (_ESTIMATOR, reads_values(config), "train a critic", "grpo"),
-        (_OLD, algorithm.recompute_old_log_probs == "false", "take the rollout's log-probs as the old ones", "auto"),
-        (f"{ACTOR}.prox", settings.actor.prox != "recompute", "interpolate proximal log-probs", "recompute"),
-    )
-    for refused_key, is_set, what, value in refused:
-        if is_set:
-            advice = f"set {refused_key} to {value}"
-            yield Finding((refused_key, key), f"a run whose agents have several policies cannot {what} yet", advice)
 
 
 def _is_reference(text: str) -> bool:
@@ -187,7 +100,4 @@ def _is_reference(text: str) -> bool:
     return is_module and all(part.isidentifier() for part in attribute.split("."))
 
 
-RULES = (
-    *(named_pipeline, pipeline_and_workflow, pipeline_and_estimator, group_of_one, workflow_and_estimator, known_names),
-    *(critic_warmup, known_policy, agents_and_policies),
-)
+RULES = (named_pipeline, known_names, known_policy, agents_and_policies)

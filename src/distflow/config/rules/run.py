@@ -4,16 +4,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from distflow.config.derived_settings import is_rl, val_files, validates
+from distflow.config.derived_settings import data_files, validates
 from distflow.config.keys.schema import Config
 from distflow.config.keys.trainer_async_and_trust import StopCondition
-from distflow.config.rules import ROLLOUT, Finding
+from distflow.config.rules import Finding
 from distflow.errors import count_of, missing_path, nearest
 
 
 def validation(config: Config) -> Iterator[Finding]:
-    """Validation has data, and responses per prompt."""
-    val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
+    """Validation has data."""
     if config.trainer.val_before_train and not validates(config):
         yield Finding(
             ("trainer.val_before_train", _val_files(config)),
@@ -21,16 +20,10 @@ def validation(config: Config) -> Iterator[Finding]:
             f"set {_val_files(config)}, or trainer.val_before_train=false",
             missing=True,
         )
-    if is_rl(config) and validates(config) and not val_kwargs.greedy and val_kwargs.n == 0:
-        yield Finding(
-            (f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.val_kwargs.greedy"),
-            "validation would not generate any response",
-            f"set {ROLLOUT}.val_kwargs.greedy=true, or {ROLLOUT}.val_kwargs.n=4",
-        )
 
 
 def _val_files(config: Config) -> str:
-    return next(iter(val_files(config)))
+    return next(iter(data_files(config, "val_files")))
 
 
 def stop_when(config: Config) -> Iterator[Finding]:

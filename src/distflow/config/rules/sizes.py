@@ -4,18 +4,10 @@ was set is a problem."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from distflow.config.derived_settings import (
-    ENGINE,
-    RunLimits,
-    is_rl,
-    learning_rate_warm_ups,
-    may_have_critic,
-    mini_batch_sizes,
-    refuses_model,
-    run_steps,
-)
+from distflow.config.derived_settings import ENGINE, Role, RunLimits, is_rl, may_have_critic, optimizer_steps, run_steps
+from distflow.config.keys.actor_rollout_ref_and_critic import OptimConfig
 from distflow.config.keys.schema import Config
-from distflow.config.rules import MODEL, Finding
+from distflow.config.rules import ACTOR, MODEL, Finding
 from distflow.errors import count_of
 
 Change = tuple[str, object, str]
@@ -34,7 +26,8 @@ class Misfit:
 
 def embedded_engine(config: Config, room: RunLimits) -> Iterator[Misfit]:
     """The embedded engine can run the model; `hf` runs any."""
-    if refuses_model(config, room):
+    is_embedded = is_rl(config) and config.actor_rollout_ref.rollout.name == "embedded"
+    if room.not_embedded and is_embedded:
         why = f"the embedded engine cannot run this model: {room.not_embedded}"
         finding = Finding((ENGINE, f"{MODEL}.path"), why, "set it to hf, or remove it")
         yield Misfit(finding, (((ENGINE, "hf", why),),))
@@ -98,7 +91,10 @@ _BATCH = ("data.train_batch_size", "data.train_max_samples")
 def mini_batches(config: Config, room: RunLimits) -> Iterator[Misfit]:
     """A mini-batch is not larger than the batch; it need not divide it."""
     batch = config.data.train_batch_size
-    for key, size in mini_batch_sizes(config):
+    sizes = {f"{ACTOR}.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
+    if may_have_critic(config):
+        sizes["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size or 0
+    for key, size in sizes.items():
         if size > batch:
             what = f"a mini-batch of {size} prompts cannot be taken from a batch of {batch} (neither counts samples)"
             advice = f"set {key}={batch} or less, or {_BATCH[0]}={size} or more"
@@ -121,9 +117,15 @@ def critic_warm_up(config: Config, room: RunLimits) -> Iterator[Misfit]:
 
 def warm_ups(config: Config, room: RunLimits) -> Iterator[Misfit]:
     """Every warm-up of a learning rate ends before the run."""
-    steps = run_steps(config, room)
-    for key, warmup, updates in () if steps is None else learning_rate_warm_ups(config, steps):
-        if warmup >= updates > 0:
+    if (steps := run_steps(config, room)) is None:
+        return
+    optims: dict[Role, OptimConfig] = {"actor": config.actor_rollout_ref.actor.optim}
+    if may_have_critic(config):
+        optims["critic"] = config.critic.optim
+    for role, optim in optims.items():
+        key = f"{ACTOR if role == 'actor' else role}.optim.lr_warmup_steps"
+        warmup, updates = optim.lr_warmup_steps, optimizer_steps(config, role, steps)
+        if optim.scheduler != "constant" and warmup >= updates > 0:
             what = f"the learning rate warms up for {warmup} of {updates} optimizer steps and never reaches lr"
             finding = Finding((key, _length(config)), what, f"set {key} to less than {updates}, e.g. {updates // 10}")
             change = (key, updates // 10, f"the run has {count_of(updates, 'optimizer step')}")

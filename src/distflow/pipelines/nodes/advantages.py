@@ -25,8 +25,9 @@ from distflow.algorithms.normalization_filters_and_weights import (
     with_mean_one,
 )
 from distflow.algorithms.registry import AdvEstimator, check_options, converted, find_adv_est, find_policy_loss
+from distflow.builtin_names import ESTIMATORS
 from distflow.config import Config
-from distflow.config.derived_settings import find_estimator, reward_functions
+from distflow.config.derived_settings import reward_functions
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import scoring_models
 from distflow.data.batch import Batch
@@ -193,7 +194,7 @@ def compute_advantage(config: Config) -> Callable[..., object]:
     `reward_weights`, which come from `reward.functions`, and `whiten`, which is off if `adv_norm` is on.
     """
     settings, estimator = config.algorithm, find_adv_est(config.algorithm.adv_estimator)
-    known = find_estimator(config)
+    known = ESTIMATORS.get(config.algorithm.adv_estimator)
     if known and known.needs_group and config.actor_rollout_ref.rollout.n == 1:
         assert settings.allow_group_of_one, "the config's rules see to it"
     kwargs = settings.adv_estimator_kwargs

@@ -1,0 +1,45 @@
+"""The table of combinations: what its rows name exists, and a problem names the first key of several that fits."""
+
+import re
+
+import pytest
+
+from distflow.config import Config, ConfigError, flatten, load_config
+from distflow.config.migration.tables import expand
+from distflow.config.rules.combinations import _CONDITION, _FACTS, _rules
+
+GOOD = ("data.train_files=train.jsonl", "actor_rollout_ref.model.path=model")
+WITHOUT_KEY = {"key", "default", "pipeline", "head"}
+
+
+@pytest.mark.parametrize("table", ["algorithm", "run"])
+def test_rows_name_keys_and_facts_that_exist(table):
+    keys = flatten(Config())
+    for rule in _rules(table, (*keys, "data.domains.a.top_k", "reward_model.models.m.sharded")):
+        for condition in (*rule["when"], *rule.get("if", ())):
+            found = _CONDITION.fullmatch(condition)
+            if found is None:
+                assert condition.removeprefix("not ") in _FACTS, condition
+            else:
+                assert keys.keys() >= {key for key in expand(found[1]) if not re.search(r"\.(a|m)\.", key)}, condition
+        for text in (rule["what"], rule["advice"]):
+            assert {*re.findall(r"\{([\w.]+)\}", text)} <= {*keys, *WITHOUT_KEY}, text
+            assert not re.search("EACH|TEXT", text), text
+
+
+def problems_of(*overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config("grpo", [*GOOD, *overrides])
+    return [[subject.split(" = ")[0] for subject, _ in problem.places] for problem in caught.value.problems]
+
+
+def test_a_problem_names_the_first_key_that_fits():
+    norm, estimator = "algorithm.reward_norm", "algorithm.adv_estimator"
+    both = [f"{norm}={{mean_level: batch, std_level: batch}}"]
+    assert problems_of(*both) == [[f"{norm}.mean_level", estimator]]
+    assert problems_of(f"{norm}.std_level=batch") == [[f"{norm}.std_level", estimator]]
+
+
+def test_a_pattern_stands_for_each_name_that_the_user_chose():
+    domains = "data.domains={a-b: {train_files: a.jsonl, reward: math, top_k: 0}}"
+    assert problems_of(domains, "~data.train_files") == [["data.domains.a-b.top_k"]]
