@@ -13,9 +13,11 @@ from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.known_models_and_devices import Device, ModelShape
 from distflow.planning.make_plan import plan_devices
 from distflow.planning.memory import WorkerMemory, activation_bytes, adapter_weights, worker_memory
+from distflow.rollout.embedded import cuda_steps
 from distflow.runtime.weight_sync import sender
 from distflow.training import torch_engine
 
+ROLLOUT = "actor_rollout_ref.rollout"
 SHAPE = ModelShape(64, 128, 3, 4, 2, 16, 1000, tied=False)
 GPU = Device("gpu", 1e12, 1e9, 1e9, 1e9, 1e9)
 CPU = replace(GPU, is_cpu=True)
@@ -47,8 +49,9 @@ def test_weights_gradients_and_moments_are_float32_and_the_engine_has_its_own_co
     assert item(worker, "actor", "optimizer", "generate") == 8 * weights
     assert item(worker, "ref", "weights", "update") == 4 * weights
     assert item(worker, "rollout", "weights", "update") == 2 * weights
+    (by_need,) = workers("grpo", "actor_rollout_ref.rollout.name=hf")
     running = 8 * 2
-    assert item(worker, "rollout", "KV cache", "generate") == running * 40 * (2 * 3 * 2 * 16) * 2
+    assert item(by_need, "rollout", "KV cache", "generate") == running * 40 * (2 * 3 * 2 * 16) * 2
     (shared,) = workers("grpo", "actor_rollout_ref.model.dtype=float32")
     assert not item(shared, "rollout", "weights", "generate")
 
@@ -117,8 +120,31 @@ def test_a_cache_too_large_for_what_an_update_left_comes_on_top_on_a_cpu() -> No
     )
 
 
+def test_the_embedded_engine_takes_its_cache_in_advance_on_a_gpu_and_keeps_it() -> None:
+    """As many pages as all slots could need, or half of what is free when it first generates."""
+    (worker,) = workers("grpo")
+    pages = 2 * 256 * 40 * (2 * 3 * 2 * 16) * 2
+    assert item(worker, "rollout", "KV cache", "update") == item(worker, "rollout", "KV cache", "generate") == pages
+    (small,) = workers("grpo", device=replace(GPU, memory=706e6))
+    loaded = (4 + 4 + 2) * SHAPE.parameters  # policy, reference, engine
+    assert item(small, "rollout", "KV cache", "update") == pytest.approx((6e6 - loaded) / 2)
+    (freed,) = workers("grpo", f"{ROLLOUT}.free_cache_engine=true")
+    assert not item(freed, "rollout", "KV cache", "update") and item(freed, "rollout", "KV cache", "generate") == pages
+    (by_need,) = workers("grpo", f"{ROLLOUT}.batch_invariant=true")
+    assert not item(by_need, "rollout", "KV cache", "update")
+
+
+def test_a_judge_is_in_its_engines_dtype_and_whole_where_others_are_sharded() -> None:
+    models = "reward_model.models={helpful: {path: llama-2-7b}, critique: {path: llama-2-7b, judge: true}}"
+    sharded = ["trainer.launcher=ray", "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.strategy=fsdp"]
+    (worker,) = workers("grpo", models, *sharded)
+    assert item(worker, "critique", "weights", "forward") == 2 * SHAPE.parameters
+    assert not item(worker, "critique", "weights cast to bfloat16", "forward"), "they are in it"
+    assert item(worker, "helpful", "weights", "forward") == 4 * SHAPE.parameters / 4
+
+
 def test_amounts_are_those_of_the_engines() -> None:
-    assert memory._BUCKET == sender.BUCKET_BYTES
+    assert memory._BUCKET == sender.BUCKET_BYTES and memory._CACHE_SHARE == cuda_steps.MEMORY_SHARE
     assert memory._CHUNK == {"cpu": log_probs.CHUNK_ELEMENTS, "gpu": log_probs.CHUNK_ON_DEVICE}
     source = torch_engine.TorchScorer.__post_init__.__code__.co_consts
     assert set(memory._MICRO.values()) <= set(source)

@@ -128,7 +128,7 @@ def test_the_staleness_that_is_as_fast_as_a_greater_one_wins() -> None:
 
 def test_memory_is_that_of_the_responses_that_may_run_at_each_staleness() -> None:
     cluster = Cluster("async_grpo", 2, staleness=(0, 1, 4))
-    keys = {"actor_rollout_ref.rollout.max_num_seqs": 10_000}
+    keys = {"actor_rollout_ref.rollout.max_num_seqs": 10_000, "actor_rollout_ref.rollout.name": "hf"}
     cluster.choices = replace(cluster.choices, config=with_values(cluster.choices.config, keys))
     peaks: dict[str, list[float]] = {}
     for each in _candidates(cluster.choices, cluster.predict):
@@ -150,7 +150,8 @@ def test_many_devices_are_split_in_64ths() -> None:
 
 
 def test_the_nearest_change_keeps_one_key_where_one_suffices() -> None:
-    config = load_config("grpo", [key for key in KEYS if "vllm" not in key], complete=False).config
+    words = [*(key for key in KEYS if "vllm" not in key), "actor_rollout_ref.rollout.batch_invariant=true"]
+    config = load_config("grpo", words, complete=False).config
     pipeline, small = bind(config), Device("gpu", 100e12, 1e12, 13e9, 100e9, 10e9)
 
     def again(config: object) -> PredictedRun:
