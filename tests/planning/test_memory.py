@@ -1,6 +1,8 @@
 """Memory by role, purpose and phase: amounts by hand, and constants that are those of the engines."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,8 @@ from distflow.config import load_config
 from distflow.launch.engine_factories_from_config import shares_weights
 from distflow.launch.select_pipeline import bind
 from distflow.models import log_probs
+from distflow.models.cpu_kernels.decode_step import NativeStep
+from distflow.models.loading import load_model
 from distflow.planning import memory
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.known_models_and_devices import Device, ModelShape
@@ -16,6 +20,7 @@ from distflow.planning.memory import WorkerMemory, activation_bytes, adapter_wei
 from distflow.rollout.embedded import cuda_steps
 from distflow.runtime.weight_sync import sender
 from distflow.training import torch_engine
+from tests.tiny_models import write_tiny_model
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SHAPE = ModelShape(64, 128, 3, 4, 2, 16, 1000, tied=False)
@@ -132,6 +137,35 @@ def test_the_embedded_engine_takes_its_cache_in_advance_on_a_gpu_and_keeps_it() 
     assert not item(freed, "rollout", "KV cache", "update") and item(freed, "rollout", "KV cache", "generate") == pages
     (by_need,) = workers("grpo", f"{ROLLOUT}.batch_invariant=true")
     assert not item(by_need, "rollout", "KV cache", "update")
+
+
+@pytest.mark.parametrize(
+    ("keys", "itemsizes"),
+    [
+        (["model.dtype=float32"], (0, 4, 4)),  # on the trainer's weights
+        (["model.dtype=float32", "rollout.enforce_eager=true"], (0, 0, 4)),  # torch, which packs nothing
+        (["model.dtype=bfloat16"], (4, 2, 3)),  # native code casts; it stores keys in float32, values in bfloat16
+        (["model.dtype=bfloat16", "rollout.batch_invariant=true"], (2, 2, 2)),  # oneDNN's layout
+    ],
+)
+def test_on_a_cpu_the_embedded_engine_has_a_packed_copy_of_its_matrices(
+    keys: list[str], itemsizes: tuple[int, int, int]
+) -> None:
+    (worker,) = workers("grpo", *(f"actor_rollout_ref.{key}" for key in keys), device=CPU)
+    matrices = 3 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128) + 1000 * 64
+    weights, packed, cached = itemsizes
+    assert item(worker, "rollout", "weights", "update") == weights * SHAPE.parameters
+    assert item(worker, "rollout", "packed weights", "update") == packed * matrices
+    assert item(worker, "rollout", "KV cache", "generate") == 8 * 2 * 40 * (2 * 3 * 2 * 16) * cached
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_the_packed_copy_is_as_large_as_that_of_the_native_code(tmp_path: Path, low: bool) -> None:
+    folder = write_tiny_model(tmp_path / "model", hidden_size=64, intermediate_size=128, head_dim=16, vocab_size=128)
+    packed = NativeStep(load_model(folder), halves=low)._packed
+    real = sum(held[0].nbytes for held in packed.memory if isinstance(held, tuple))
+    found = ModelShape.of(json.loads((folder / "config.json").read_text()))
+    assert real == (2 if low else 4) * (found.active_weights + found.head_weights)
 
 
 def test_a_judge_is_in_its_engines_dtype_and_whole_where_others_are_sharded() -> None:

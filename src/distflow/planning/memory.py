@@ -302,13 +302,21 @@ class _Needs:
         trains = bool(self.rank.training_nodes)
         freed = trains and settings.free_cache_engine and in_turns
         kept: tuple[Phase, ...] = ("generate", "sync") if freed else PHASES
+        on_cpu = self.device.is_cpu
+        # On a CPU native code casts float32 weights, see `engine_dtype` of the launcher.
+        by_torch = settings.name != "embedded" or settings.enforce_eager or settings.batch_invariant
+        itemsize = 4 if on_cpu and not by_torch and not is_sharded(config) else self.itemsize
         shared = trains and shares_storage(config, config.actor_rollout_ref.model.dtype)
-        weights = 0.0 if shared else self.itemsize * shape.parameters / own.tensor
+        weights = 0.0 if shared else itemsize * shape.parameters / own.tensor
         yield MemoryItem("rollout", "weights", weights, kept)
+        if on_cpu and settings.name == "embedded" and not (by_torch and itemsize == 4):
+            matrices = self.itemsize * (shape.active_weights + shape.head_weights)  # `cpu_kernels/weight_layout.py`
+            yield MemoryItem("rollout", "packed weights", matrices, ("generate",) if freed else PHASES)
         running, longest = running_responses(config, own.data), data.max_prompt_length + data.max_response_length
-        token = shape.kv_elements * self.itemsize / min(own.tensor, shape.kv_heads)
+        # Where native code casts the weights, keys are in float32 and values are not.
+        token = shape.kv_elements * (itemsize + self.itemsize) / 2 / min(own.tensor, shape.kv_heads)
         taken = None
-        if not self.device.is_cpu:
+        if not on_cpu:
             taken = cache_in_advance(config, self._free_at_start(others) - weights, token, shape.context)
         cache = running * longest * token if taken is None else max(taken, longest * token)  # or nothing could start
         # The embedded engine's cache shrinks to nothing when a step's groups are complete, unless taken in advance.
