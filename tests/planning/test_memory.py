@@ -16,7 +16,7 @@ from distflow.planning import memory
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.known_models_and_devices import Device, ModelShape
 from distflow.planning.make_plan import plan_devices
-from distflow.planning.memory import WorkerMemory, activation_bytes, adapter_weights, worker_memory
+from distflow.planning.memory import MemoryItem, WorkerMemory, activation_bytes, adapter_weights, worker_memory
 from distflow.rollout.embedded import cuda_steps
 from distflow.runtime.weight_sync import sender
 from distflow.training import torch_engine
@@ -137,6 +137,36 @@ def test_the_embedded_engine_takes_its_cache_in_advance_on_a_gpu_and_keeps_it() 
     assert not item(freed, "rollout", "KV cache", "update") and item(freed, "rollout", "KV cache", "generate") == pages
     (by_need,) = workers("grpo", f"{ROLLOUT}.batch_invariant=true")
     assert not item(by_need, "rollout", "KV cache", "update")
+
+
+@pytest.mark.parametrize(
+    ("keys", "taken"),
+    [
+        (["name=vllm"], 0.92 * 80e9),
+        (["name=vllm", "engine_kwargs.vllm.gpu_memory_utilization=0.5"], 0.5 * 80e9),
+        (["name=sglang"], 0.9 * (80e9 - 700e6 - 8 * SHAPE.parameters)),  # of what policy and reference leave free
+        (["name=sglang", "engine_kwargs.sglang.mem_fraction_static=0.4"], 0.4 * (80e9 - 700e6 - 8 * SHAPE.parameters)),
+        (["name=vllm", "engine_kwargs.vllm.gpu_memory_utilization=0"], 2 * SHAPE.parameters + 40 * 384),
+        (["name=vllm", "url=http://127.0.0.1:1"], 0),  # on devices of its own
+    ],
+)
+def test_a_server_takes_its_share_of_a_gpu_whatever_it_needs(keys: list[str], taken: float) -> None:
+    words = [f"{ROLLOUT}.{key}" for key in keys]
+    (worker,) = workers("grpo", *words, device=replace(GPU, memory=80e9))
+    of_server = [i for i in worker.items if i.role == "rollout"]
+    assert sum(i.num_bytes for i in of_server) == pytest.approx(taken)
+    assert all(i.in_server and i.phases == memory.PHASES for i in of_server)
+    if taken:
+        (freed,) = workers("grpo", *words, f"{ROLLOUT}.free_cache_engine=true", device=replace(GPU, memory=80e9))
+        assert {phase for i in freed.items if i.in_server for phase in i.phases} == {"generate", "sync"}
+
+
+def test_fragments_take_nothing_of_what_a_server_takes() -> None:
+    alone, server = WorkerMemory((0,), ()), MemoryItem("rollout", "KV cache", 60e9, ("generate",), in_server=True)
+    assert alone.usable("generate", 80e9) == pytest.approx(0.94 * 80e9)
+    beside = WorkerMemory((0,), (server,))
+    assert beside.usable("generate", 80e9) == pytest.approx(60e9 + 0.94 * 20e9)
+    assert beside.usable("update", 80e9) == pytest.approx(0.94 * 80e9)
 
 
 @pytest.mark.parametrize(
