@@ -1,6 +1,7 @@
 """`distflow.rollouts`: what a training loop of the user's own gets is what a run gets, under the same bounds."""
 
 import asyncio
+import gc
 import json
 import random
 import signal
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -276,6 +278,26 @@ def test_submitted_prompts_come_back_in_their_order(tmp_path: Path) -> None:
             rollouts.wait(3)
         assert prompts(rollouts.wait(2)) == [row["prompt"] for row in OWN[6:]]
     assert verify(tmp_path / "run" / "ledger.jsonl").complete == 2, "the last two were taken, and no step consumed them"
+
+
+def test_submitted_prompts_are_forgotten_with_their_groups(tmp_path: Path) -> None:
+    """Memory must not grow with the number of prompts: those of trained and of dropped groups go, not those that wait.
+    Each has a function of its own, which lives as long as its row."""
+    kept, given = list[weakref.ref](), OWN[:4]
+    with opened(tmp_path / "run", None) as rollouts:
+        for row in given:
+
+            def accepts(group: Batch, answer: str = row["answer"]) -> bool:
+                return group["ground_truth"][0] == answer != "4"
+
+            kept.append(weakref.ref(accepts))
+            rollouts.submit(row, should_accept=accepts)
+            del accepts
+        assert prompts(rollouts.wait(2)) == [given[0]["prompt"], given[2]["prompt"]]
+        rollouts.publish()
+        gc.collect()
+        assert [of() is None for of in kept] == [True, True, True, False]
+        assert prompts(rollouts.wait(1)) == [given[3]["prompt"]]
 
 
 def test_submitted_prompts_go_before_those_of_the_data(tmp_path: Path) -> None:

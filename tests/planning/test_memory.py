@@ -1,6 +1,8 @@
 """Memory by role, purpose and phase: amounts by hand, and constants that are those of the engines."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -8,14 +10,19 @@ from distflow.config import load_config
 from distflow.launch.engine_factories_from_config import shares_weights
 from distflow.launch.select_pipeline import bind
 from distflow.models import log_probs
+from distflow.models.cpu_kernels.decode_step import NativeStep
+from distflow.models.loading import load_model
 from distflow.planning import memory
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.known_models_and_devices import Device, ModelShape
 from distflow.planning.make_plan import plan_devices
-from distflow.planning.memory import WorkerMemory, activation_bytes, adapter_weights, worker_memory
+from distflow.planning.memory import MemoryItem, WorkerMemory, activation_bytes, adapter_weights, worker_memory
+from distflow.rollout.embedded import cuda_steps
 from distflow.runtime.weight_sync import sender
 from distflow.training import torch_engine
+from tests.tiny_models import write_tiny_model
 
+ROLLOUT = "actor_rollout_ref.rollout"
 SHAPE = ModelShape(64, 128, 3, 4, 2, 16, 1000, tied=False)
 GPU = Device("gpu", 1e12, 1e9, 1e9, 1e9, 1e9)
 CPU = replace(GPU, is_cpu=True)
@@ -47,8 +54,9 @@ def test_weights_gradients_and_moments_are_float32_and_the_engine_has_its_own_co
     assert item(worker, "actor", "optimizer", "generate") == 8 * weights
     assert item(worker, "ref", "weights", "update") == 4 * weights
     assert item(worker, "rollout", "weights", "update") == 2 * weights
+    (by_need,) = workers("grpo", "actor_rollout_ref.rollout.name=hf")
     running = 8 * 2
-    assert item(worker, "rollout", "KV cache", "generate") == running * 40 * (2 * 3 * 2 * 16) * 2
+    assert item(by_need, "rollout", "KV cache", "generate") == running * 40 * (2 * 3 * 2 * 16) * 2
     (shared,) = workers("grpo", "actor_rollout_ref.model.dtype=float32")
     assert not item(shared, "rollout", "weights", "generate")
 
@@ -117,8 +125,90 @@ def test_a_cache_too_large_for_what_an_update_left_comes_on_top_on_a_cpu() -> No
     )
 
 
+def test_the_embedded_engine_takes_its_cache_in_advance_on_a_gpu_and_keeps_it() -> None:
+    """As many pages as all slots could need, or half of what is free when it first generates."""
+    (worker,) = workers("grpo")
+    pages = 2 * 256 * 40 * (2 * 3 * 2 * 16) * 2
+    assert item(worker, "rollout", "KV cache", "update") == item(worker, "rollout", "KV cache", "generate") == pages
+    (small,) = workers("grpo", device=replace(GPU, memory=706e6))
+    loaded = (4 + 4 + 2) * SHAPE.parameters  # policy, reference, engine
+    assert item(small, "rollout", "KV cache", "update") == pytest.approx((6e6 - loaded) / 2)
+    (freed,) = workers("grpo", f"{ROLLOUT}.free_cache_engine=true")
+    assert not item(freed, "rollout", "KV cache", "update") and item(freed, "rollout", "KV cache", "generate") == pages
+    (by_need,) = workers("grpo", f"{ROLLOUT}.batch_invariant=true")
+    assert not item(by_need, "rollout", "KV cache", "update")
+
+
+@pytest.mark.parametrize(
+    ("keys", "taken"),
+    [
+        (["name=vllm"], 0.92 * 80e9),
+        (["name=vllm", "engine_kwargs.vllm.gpu_memory_utilization=0.5"], 0.5 * 80e9),
+        (["name=sglang"], 0.9 * (80e9 - 700e6 - 8 * SHAPE.parameters)),  # of what policy and reference leave free
+        (["name=sglang", "engine_kwargs.sglang.mem_fraction_static=0.4"], 0.4 * (80e9 - 700e6 - 8 * SHAPE.parameters)),
+        (["name=vllm", "engine_kwargs.vllm.gpu_memory_utilization=0"], 2 * SHAPE.parameters + 40 * 384),
+        (["name=vllm", "url=http://127.0.0.1:1"], 0),  # on devices of its own
+    ],
+)
+def test_a_server_takes_its_share_of_a_gpu_whatever_it_needs(keys: list[str], taken: float) -> None:
+    words = [f"{ROLLOUT}.{key}" for key in keys]
+    (worker,) = workers("grpo", *words, device=replace(GPU, memory=80e9))
+    of_server = [i for i in worker.items if i.role == "rollout"]
+    assert sum(i.num_bytes for i in of_server) == pytest.approx(taken)
+    assert all(i.in_server and i.phases == memory.PHASES for i in of_server)
+    if taken:
+        (freed,) = workers("grpo", *words, f"{ROLLOUT}.free_cache_engine=true", device=replace(GPU, memory=80e9))
+        assert {phase for i in freed.items if i.in_server for phase in i.phases} == {"generate", "sync"}
+
+
+def test_fragments_take_nothing_of_what_a_server_takes() -> None:
+    alone, server = WorkerMemory((0,), ()), MemoryItem("rollout", "KV cache", 60e9, ("generate",), in_server=True)
+    assert alone.usable("generate", 80e9) == pytest.approx(0.94 * 80e9)
+    beside = WorkerMemory((0,), (server,))
+    assert beside.usable("generate", 80e9) == pytest.approx(60e9 + 0.94 * 20e9)
+    assert beside.usable("update", 80e9) == pytest.approx(0.94 * 80e9)
+
+
+@pytest.mark.parametrize(
+    ("keys", "itemsizes"),
+    [
+        (["model.dtype=float32"], (0, 4, 4)),  # on the trainer's weights
+        (["model.dtype=float32", "rollout.enforce_eager=true"], (0, 0, 4)),  # torch, which packs nothing
+        (["model.dtype=bfloat16"], (4, 2, 3)),  # native code casts; it stores keys in float32, values in bfloat16
+        (["model.dtype=bfloat16", "rollout.batch_invariant=true"], (2, 2, 2)),  # oneDNN's layout
+    ],
+)
+def test_on_a_cpu_the_embedded_engine_has_a_packed_copy_of_its_matrices(
+    keys: list[str], itemsizes: tuple[int, int, int]
+) -> None:
+    (worker,) = workers("grpo", *(f"actor_rollout_ref.{key}" for key in keys), device=CPU)
+    matrices = 3 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128) + 1000 * 64
+    weights, packed, cached = itemsizes
+    assert item(worker, "rollout", "weights", "update") == weights * SHAPE.parameters
+    assert item(worker, "rollout", "packed weights", "update") == packed * matrices
+    assert item(worker, "rollout", "KV cache", "generate") == 8 * 2 * 40 * (2 * 3 * 2 * 16) * cached
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_the_packed_copy_is_as_large_as_that_of_the_native_code(tmp_path: Path, low: bool) -> None:
+    folder = write_tiny_model(tmp_path / "model", hidden_size=64, intermediate_size=128, head_dim=16, vocab_size=128)
+    packed = NativeStep(load_model(folder), halves=low)._packed
+    real = sum(held[0].nbytes for held in packed.memory if isinstance(held, tuple))
+    found = ModelShape.of(json.loads((folder / "config.json").read_text()))
+    assert real == (2 if low else 4) * (found.active_weights + found.head_weights)
+
+
+def test_a_judge_is_in_its_engines_dtype_and_whole_where_others_are_sharded() -> None:
+    models = "reward_model.models={helpful: {path: llama-2-7b}, critique: {path: llama-2-7b, judge: true}}"
+    sharded = ["trainer.launcher=ray", "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.strategy=fsdp"]
+    (worker,) = workers("grpo", models, *sharded)
+    assert item(worker, "critique", "weights", "forward") == 2 * SHAPE.parameters
+    assert not item(worker, "critique", "weights cast to bfloat16", "forward"), "they are in it"
+    assert item(worker, "helpful", "weights", "forward") == 4 * SHAPE.parameters / 4
+
+
 def test_amounts_are_those_of_the_engines() -> None:
-    assert memory._BUCKET == sender.BUCKET_BYTES
+    assert memory._BUCKET == sender.BUCKET_BYTES and memory._CACHE_SHARE == cuda_steps.MEMORY_SHARE
     assert memory._CHUNK == {"cpu": log_probs.CHUNK_ELEMENTS, "gpu": log_probs.CHUNK_ON_DEVICE}
     source = torch_engine.TorchScorer.__post_init__.__code__.co_consts
     assert set(memory._MICRO.values()) <= set(source)

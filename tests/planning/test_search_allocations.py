@@ -9,6 +9,7 @@ from distflow.config import load_config
 from distflow.config.keys.schema import with_values
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
+from distflow.launch.plans.plan_before_run import _written
 from distflow.launch.select_pipeline import bind
 from distflow.planning.known_models_and_devices import Device, ModelShape
 from distflow.planning.memory import samples_per_prompt
@@ -30,6 +31,7 @@ GPU = Device("gpu", 100e12, 1e12, 17e9, 100e9, 10e9)
 KEYS = ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=32", "actor_rollout_ref.rollout.n=4"]
 KEYS += ["data.max_prompt_length=512", "data.max_response_length=512", "actor_rollout_ref.model.path=llama-2-7b"]
 KEYS += ["actor_rollout_ref.model.dtype=bfloat16", "actor_rollout_ref.rollout.name=vllm", "trainer.launcher=ray"]
+KEYS += ["actor_rollout_ref.rollout.engine_kwargs.vllm.gpu_memory_utilization=0.25"]  # beside a trainer
 
 
 class Cluster:
@@ -128,7 +130,7 @@ def test_the_staleness_that_is_as_fast_as_a_greater_one_wins() -> None:
 
 def test_memory_is_that_of_the_responses_that_may_run_at_each_staleness() -> None:
     cluster = Cluster("async_grpo", 2, staleness=(0, 1, 4))
-    keys = {"actor_rollout_ref.rollout.max_num_seqs": 10_000}
+    keys = {"actor_rollout_ref.rollout.max_num_seqs": 10_000, "actor_rollout_ref.rollout.name": "hf"}
     cluster.choices = replace(cluster.choices, config=with_values(cluster.choices.config, keys))
     peaks: dict[str, list[float]] = {}
     for each in _candidates(cluster.choices, cluster.predict):
@@ -150,7 +152,8 @@ def test_many_devices_are_split_in_64ths() -> None:
 
 
 def test_the_nearest_change_keeps_one_key_where_one_suffices() -> None:
-    config = load_config("grpo", [key for key in KEYS if "vllm" not in key], complete=False).config
+    words = [*(key for key in KEYS if "vllm" not in key), "actor_rollout_ref.rollout.batch_invariant=true"]
+    config = load_config("grpo", words, complete=False).config
     pipeline, small = bind(config), Device("gpu", 100e12, 1e12, 13e9, 100e9, 10e9)
 
     def again(config: object) -> PredictedRun:
@@ -162,3 +165,30 @@ def test_the_nearest_change_keeps_one_key_where_one_suffices() -> None:
     assert change is not None and len(change) == 1
     assert again(with_values(config, dict(change))).fits
     assert nearest_change(found, again, lambda change: None) is None
+
+
+def test_a_server_beside_a_trainer_that_lacks_memory_is_put_to_sleep_or_takes_less() -> None:
+    """Its share and the moments do not fit together, whatever it needs."""
+    change, fits = changed_beside_trainer()
+    assert change == (("actor_rollout_ref.rollout.engine_kwargs", {"vllm": {"gpu_memory_utilization": 0.7}}),) and fits
+    change, fits = changed_beside_trainer(refused="engine_kwargs")
+    assert change == (("actor_rollout_ref.rollout.free_cache_engine", True),) and fits
+
+
+def changed_beside_trainer(refused: str = "nothing") -> tuple[Change | None, bool]:
+    """The nearest change of a run that does not fit, and whether it fits as an override."""
+    keys = [key for key in KEYS if "engine_kwargs" not in key]
+    config = load_config("grpo", keys, complete=False).config
+    pipeline, on = bind(config), replace(GPU, memory=80e9)
+
+    def again(config: object) -> PredictedRun:
+        return predict(config, pipeline, dict.fromkeys(pipeline.engines, SHAPE), on)  # type: ignore[arg-type]
+
+    found = again(config)
+    assert not found.fits and "KV cache of the rollout (73.1 GB, which its server takes" in found.excess()
+    change = nearest_change(
+        found, again, lambda change: None if refused in str(change) else with_values(config, dict(change))
+    )
+    return change, change is not None and again(
+        load_config("grpo", [*keys, *_written(change)], complete=False).config
+    ).fits

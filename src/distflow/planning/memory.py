@@ -2,14 +2,15 @@
 model and the keys of the config, in the amounts in which the engines allocate.
 
 Trained weights are float32 with float32 gradients and moments, whatever the models compute in. Activations are those of
-the fullest micro-batch. KV cache is that of as many responses as run at once, all of the greatest length.
+the fullest micro-batch. KV cache is that of as many responses as run at once, all of the greatest length; on a GPU,
+what the embedded engine or a server takes in advance, whatever it needs.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
+from typing import Any, Literal
 
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
@@ -30,17 +31,24 @@ _BUCKET = 2**28  # as runtime/weight_sync/sender.py
 _CHUNK = {"cpu": 2**25, "gpu": 2**27}  # logits, as models/log_probs.py
 _MICRO = {"cpu": 4096, "gpu": 16384}  # tokens, as training/torch_engine.py
 _TRAINED: tuple[Phase, ...] = ("forward", "update")
+_CACHE_SHARE = 0.5  # as rollout/embedded/cuda_steps.py
+_MOMENTS = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}  # bytes per trained weight
+_SERVER_SHARES = {"vllm": ("gpu_memory_utilization", 0.92), "sglang": ("mem_fraction_static", 0.9)}
+"""The server's option for the share of a GPU that it takes when it starts, and its default: vLLM's of all memory with
+its activations, SGLang's of the free memory (by default about so much, more or less by device)."""
 
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """Bytes on each device of one purpose. on_host: in the memory of the machine beside a GPU."""
+    """Bytes on each device of one purpose. on_host: in the memory of the machine beside a GPU. in_server: taken as a
+    whole by a server's process, which loses nothing to fragments."""
 
     role: str
     what: str
     num_bytes: float
     phases: tuple[Phase, ...] = PHASES
     on_host: bool = False
+    in_server: bool = False
 
     @property
     def when(self) -> str:
@@ -65,10 +73,14 @@ class WorkerMemory:
     def peak(self) -> float:
         return self.bytes_in(self.peak_phase)
 
-    @property
-    def largest(self) -> MemoryItem:
-        """What takes most on the device when it is fullest."""
-        here = [item for item in self.items if self.peak_phase in item.phases and not item.on_host]
+    def usable(self, phase: Phase, memory: float) -> float:
+        """How much of a device's memory may be full in a phase: what a server takes, and a share of the rest."""
+        taken = sum(item.num_bytes for item in self.items if item.in_server and phase in item.phases)
+        return USABLE * memory + (1 - USABLE) * min(taken, memory)
+
+    def largest(self, phase: Phase) -> MemoryItem:
+        """What takes most on the device."""
+        here = [item for item in self.items if phase in item.phases and not item.on_host]
         return max(here, key=lambda item: item.num_bytes)
 
 
@@ -112,6 +124,8 @@ def shards_of(plan: Plan, config: Config, role: str) -> int:
         return 1
     if role == "rollout":
         return layout.sizes.tensor
+    if _is_whole_judge(config, role):
+        return 1
     own = (layout.shard or layout.sizes.data) if is_sharded(config) else 1
     return own * layout.sizes.tensor * layout.sizes.pipeline
 
@@ -123,6 +137,39 @@ def shares_storage(config: Config, dtype: str) -> bool:
     if in_server or dtype != "float32" or is_sharded(config):
         return False
     return not is_rl(config) or config.async_.max_staleness == 0
+
+
+def _is_whole_judge(config: Config, role: str) -> bool:
+    model = scoring_models(config.reward_model).get(role)
+    return model is not None and model.is_whole_judge
+
+
+def trained_bytes(weights: float, trained: float, optimizer: str) -> dict[str, float]:
+    """Of a model with so many weights, of which so many are trained, and that are all stored in float32."""
+    return {"weights": 4 * weights, "gradients": 4 * trained, "optimizer": _MOMENTS[optimizer] * trained}
+
+
+def frozen_bytes(config: Config, role: str, weights: float) -> float:
+    """Of a reference, reward model or judge. A rollout engine computes with a whole judge's weights."""
+    return weights * (itemsize_of(config) if _is_whole_judge(config, role) else 4)
+
+
+def with_server_share(config: Config, share: float) -> tuple[str, object]:
+    """The key, with the new value, that has the rollout's server take this share of a GPU."""
+    rollout = config.actor_rollout_ref.rollout
+    options: Any = rollout.engine_kwargs.get(rollout.name) or {}
+    own = {rollout.name: {**options, _SERVER_SHARES[rollout.name][0]: share}}
+    return "actor_rollout_ref.rollout.engine_kwargs", {**rollout.engine_kwargs, **own}
+
+
+def cache_in_advance(config: Config, free: float, token_bytes: float, context: int | None) -> float | None:
+    """Bytes of keys and values that the embedded engine takes on a GPU when it first generates, and keeps; None for
+    engines that take what they need. free: at that time."""
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    if rollout.name != "embedded" or rollout.batch_invariant:
+        return None
+    longest = context or data.max_prompt_length + data.max_response_length
+    return min(_CACHE_SHARE * free, 2 * rollout.max_num_seqs * longest * token_bytes)
 
 
 def micro_tokens(config: Config, role: str, ranks: int, is_cpu: bool) -> int:
@@ -174,13 +221,12 @@ class _Needs:
         return "cpu" if self.device.is_cpu else "gpu"
 
     def items(self) -> Iterator[MemoryItem]:
-        for role in self.rank.engines:
-            if role == "rollout":
-                yield from self._rollout()
-            elif role in ("actor", "critic"):
-                yield from self._trained(role)
-            else:
-                yield from self._frozen(role)
+        others = list[MemoryItem]()
+        for role in (role for role in self.rank.engines if role != "rollout"):
+            others += self._trained(role) if role in ("actor", "critic") else self._frozen(role)
+        if "rollout" in self.rank.engines and not self.config.actor_rollout_ref.rollout.url:  # it has its own devices
+            yield from self._rollout(others)
+        yield from others
         if self._sends_elsewhere():
             yield MemoryItem("actor", "buckets in flight", 2 * _BUCKET, ("sync",), on_host=not self.device.is_cpu)
 
@@ -207,11 +253,12 @@ class _Needs:
         weights_off = is_gpu and fsdp.param_offload and not all_on_host
         moments_off = is_gpu and fsdp.optimizer_offload and not all_on_host
         used: tuple[Phase, ...] = ("forward", "update", "optimizer", "sync") if weights_off else PHASES
-        yield MemoryItem(role, "weights", 4 * weights / parts, used, all_on_host)
+        held = {what: size / parts for what, size in trained_bytes(weights, trained, own.optim.optimizer).items()}
+        yield MemoryItem(role, "weights", held["weights"], used, all_on_host)
         if weights_off:
-            yield MemoryItem(role, "weights", 4 * weights / parts, ("generate",), on_host=True)
-        yield MemoryItem(role, "gradients", 4 * trained / parts, ("update", "optimizer"), all_on_host)
-        moments = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}.get(own.optim.optimizer, 8) * trained / parts
+            yield MemoryItem(role, "weights", held["weights"], ("generate",), on_host=True)
+        yield MemoryItem(role, "gradients", held["gradients"], ("update", "optimizer"), all_on_host)
+        moments = held["optimizer"]
         while_stepping: tuple[Phase, ...] = ("optimizer",) if moments_off else PHASES
         yield MemoryItem(role, "optimizer", moments, while_stepping, all_on_host)
         if moments_off:
@@ -233,8 +280,11 @@ class _Needs:
         else:
             is_off = scoring_models(self.config.reward_model)[role].param_offload
         on_host = is_off and not self.device.is_cpu
-        yield MemoryItem(role, "weights", 4 * self._parameters(role) / parts, PHASES, on_host)
-        yield from self._computing(role, parts)
+        yield MemoryItem(
+            role, "weights", frozen_bytes(self.config, role, self._parameters(role)) / parts, PHASES, on_host
+        )
+        if not _is_whole_judge(self.config, role):
+            yield from self._computing(role, parts)
         yield from self._passes(role, ("forward",), trains=False)
 
     def _computing(self, role: str, parts: int) -> Iterator[MemoryItem]:
@@ -262,22 +312,50 @@ class _Needs:
             copies = 4 + (2 if self.itemsize == 2 else 0) + 4 * heated
             yield MemoryItem(role, "logits", copies * rows * shape.vocabulary, phases)
 
-    def _rollout(self) -> Iterator[MemoryItem]:
-        settings, shape = self.config.actor_rollout_ref.rollout, self.shapes["rollout"]
-        data, own = self.config.data, sizes_of(self.plan, "rollout")
-        weights = self.itemsize * shape.parameters / own.tensor
+    def _rollout(self, others: Sequence[MemoryItem]) -> Iterator[MemoryItem]:
+        """others: what the worker needs besides."""
+        config, settings, shape = self.config, self.config.actor_rollout_ref.rollout, self.shapes["rollout"]
+        own, data, in_turns = sizes_of(self.plan, "rollout"), config.data, config.async_.max_staleness == 0
         trains = bool(self.rank.training_nodes)
-        freed = trains and settings.free_cache_engine and self.config.async_.max_staleness == 0
+        freed = trains and settings.free_cache_engine and in_turns
         kept: tuple[Phase, ...] = ("generate", "sync") if freed else PHASES
-        if not (trains and shares_storage(self.config, self.config.actor_rollout_ref.model.dtype)):
-            yield MemoryItem("rollout", "weights", weights, kept)
-        running = running_responses(self.config, own.data)
-        longest = data.max_prompt_length + data.max_response_length
-        kv = running * longest * shape.kv_elements * self.itemsize / min(own.tensor, shape.kv_heads)
-        # The embedded engine's cache shrinks to nothing when a step's groups are complete, if nothing overlaps.
-        idle = trains and self.config.async_.max_staleness == 0 and settings.name == "embedded"
-        yield MemoryItem("rollout", "KV cache", kv, ("generate",) if idle else kept)
-        yield MemoryItem("rollout", "logits", 4 * 3 * running * shape.vocabulary / own.tensor, ("generate",))
+        on_cpu, in_server = self.device.is_cpu, settings.name in _SERVER_SHARES and not self.device.is_cpu
+        # On a CPU native code casts float32 weights, see `engine_dtype` of the launcher.
+        by_torch = settings.name != "embedded" or settings.enforce_eager or settings.batch_invariant
+        itemsize = 4 if on_cpu and not by_torch and not is_sharded(config) else self.itemsize
+        shared = trains and shares_storage(config, config.actor_rollout_ref.model.dtype)
+        weights = 0.0 if shared else itemsize * shape.parameters / own.tensor
+        yield MemoryItem("rollout", "weights", weights, kept, in_server=in_server)
+        if on_cpu and settings.name == "embedded" and not (by_torch and itemsize == 4):
+            matrices = self.itemsize * (shape.active_weights + shape.head_weights)  # `cpu_kernels/weight_layout.py`
+            yield MemoryItem("rollout", "packed weights", matrices, ("generate",) if freed else PHASES)
+        running, longest = running_responses(config, own.data), data.max_prompt_length + data.max_response_length
+        # Where native code casts the weights, keys are in float32 and values are not.
+        token = shape.kv_elements * (itemsize + self.itemsize) / 2 / min(own.tensor, shape.kv_heads)
+        taken = None
+        if in_server:
+            taken = self._server_bytes(others) - weights
+        elif not on_cpu:
+            taken = cache_in_advance(config, self._free_at_start(others) - weights, token, shape.context)
+        cache = running * longest * token if taken is None else max(taken, longest * token)  # or nothing could start
+        # The embedded engine's cache shrinks to nothing when a step's groups are complete, unless taken in advance.
+        idle = trains and in_turns and settings.name == "embedded" and (freed or taken is None)
+        yield MemoryItem("rollout", "KV cache", cache, ("generate",) if idle else kept, in_server=in_server)
+        if not in_server:
+            yield MemoryItem("rollout", "logits", 4 * 3 * running * shape.vocabulary / own.tensor, ("generate",))
+
+    def _free_at_start(self, others: Sequence[MemoryItem]) -> float:
+        """On the device before the first step, when there are no moments yet."""
+        there = (i.num_bytes for i in others if "generate" in i.phases and not i.on_host and i.what != "optimizer")
+        return self.device.memory - PROCESS_BYTES["gpu"] - sum(there)
+
+    def _server_bytes(self, others: Sequence[MemoryItem]) -> float:
+        """What the rollout's server takes on each of its devices when it starts."""
+        rollout = self.config.actor_rollout_ref.rollout
+        (option, default), options = _SERVER_SHARES[rollout.name], rollout.engine_kwargs.get(rollout.name)
+        given = options.get(option) if isinstance(options, dict) else None
+        share = given if isinstance(given, int | float) else default
+        return share * (self.device.memory if rollout.name == "vllm" else self._free_at_start(others))
 
 
 def running_responses(config: Config, engines: int) -> int:

@@ -34,7 +34,8 @@ from distflow.planning.known_models_and_devices import Device, ModelShape
 from distflow.planning.make_plan import plan_devices
 from distflow.planning.measured_rates import Rates
 from distflow.planning.memory import (
-    USABLE,
+    PHASES,
+    Phase,
     WorkerMemory,
     adapter_weights,
     itemsize_of,
@@ -196,7 +197,14 @@ class PredictedRun:
 
     @property
     def fits(self) -> bool:
-        return self.fullest.peak <= USABLE * self.device.memory
+        return self._tightest[0] <= 0
+
+    @property
+    def _tightest(self) -> tuple[float, WorkerMemory, Phase]:
+        """The bytes that are lacking (not above 0 if all fits), on which worker, in which phase."""
+        memory = self.device.memory
+        found = ((w.bytes_in(phase) - w.usable(phase, memory), w, phase) for w in self.workers for phase in PHASES)
+        return max(found, key=lambda each: each[0])
 
     @property
     def shares_devices(self) -> bool:
@@ -211,23 +219,25 @@ class PredictedRun:
 
     def excess(self) -> str:
         """Why it does not fit, as a sentence."""
-        worst = self.fullest
-        item = worst.largest
+        _, worst, phase = self._tightest
+        item, usable = worst.largest(phase), worst.usable(phase, self.device.memory)
+        server = ", which its server takes when it starts" if item.in_server else ""
         return (
-            f"rank {worst.ranks[0]} needs {worst.peak / 1e9:.1f} GB in the phase '{worst.peak_phase}', and a "
-            f"{self.device.name} has {self.device.memory * USABLE / 1e9:.1f} GB to use: most of it is "
-            f"{item.what} of the {item.role} ({item.num_bytes / 1e9:.1f} GB)"
+            f"rank {worst.ranks[0]} needs {worst.bytes_in(phase) / 1e9:.1f} GB in the phase '{phase}', and a "
+            f"{self.device.name} has {usable / 1e9:.1f} GB to use: most of it is "
+            f"{item.what} of the {item.role} ({item.num_bytes / 1e9:.1f} GB{server})"
         )
 
     def line(self) -> str:
         """The prediction in one line."""
         worst, run = self.fullest, ""
+        largest = worst.largest(worst.peak_phase)
         if self.hours is not None and self.steps is not None:
             run = f", {count_of(self.steps, 'step')} about {_duration(self.hours * 3600)}"
         does = "" if self.fits else ": it may not fit, and `distflow plan` names a change that does"
         return (
             f"plan: at most {worst.peak / 1e9:.2f} of {self.device.memory / 1e9:.0f} GB on each {self.device.name} "
-            f"(in '{worst.peak_phase}', {worst.largest.what} of the {worst.largest.role} most)"
+            f"(in '{worst.peak_phase}', {largest.what} of the {largest.role} most)"
             f"{run}{does}"
         )
 

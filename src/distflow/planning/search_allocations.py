@@ -10,7 +10,7 @@ from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config import Config
 from distflow.config.keys.schema import with_values
 from distflow.errors import UserError, count_of
-from distflow.planning.memory import samples_per_step, worker_memory
+from distflow.planning.memory import samples_per_step, with_server_share, worker_memory
 from distflow.planning.predicted_run import PredictedRun
 from distflow.planning.simulate import SimulatedRun
 
@@ -220,6 +220,10 @@ def _changes(run: PredictedRun) -> list[Change]:
     while responses > 16:
         responses //= 2
         found.append((("actor_rollout_ref.rollout.max_num_seqs", responses),))
+    servers = [i for worker in run.workers for i in worker.items if i.in_server and i.what == "weights"]
+    for share in (0.7, 0.5, 0.3) if servers else ():
+        if share * run.device.memory > 1.2 * servers[0].num_bytes:  # else it would not start
+            found.append((with_server_share(run.config, share),))
     if not run.device.is_cpu:
         found.append((("actor_rollout_ref.rollout.free_cache_engine", True),))
         for role in ("actor_rollout_ref.actor", "critic"):

@@ -201,42 +201,43 @@ class DataPlan:
 class NextGroups:
     """Makes the next group, from an offered row, else from the data set.
 
-    num_offered: groups of offered rows so far. data_open: whether the data set still has groups."""
+    num_offered: groups of offered rows so far. offered: rows that wait for rollout capacity. data_open: whether the
+    data set still has groups."""
 
     def __init__(self, plan: DataPlan, counts: defaultdict[str, DomainCounts], num_offered: int) -> None:
         """counts: of the run, by domain; the caller counts each group before making the next."""
         self._plan, self._counts = plan, counts
         self.num_offered = num_offered
-        self._offered = deque[int]()  # rows that wait for rollout capacity
+        self.offered = deque[int]()
         self.data_open = True
 
     def offer(self) -> int:
         """A number for a row that is not in the data set. Not allowed in a run with domains, which have all slots."""
         assert not self._plan.domains
-        row = self._plan.num_rows + self.num_offered + len(self._offered)
-        self._offered.append(row)
+        row = self._plan.num_rows + self.num_offered + len(self.offered)
+        self.offered.append(row)
         return row
 
     @property
     def num_waiting(self) -> int:
         """The number of offered rows without a group."""
-        return len(self._offered)
+        return len(self.offered)
 
     @property
     def num_left(self) -> int | None:
         """Groups that may still be made; None for no bound."""
         if not self.data_open:
-            return len(self._offered)
+            return len(self.offered)
         if self._plan.total_groups is None:
             return None
-        return len(self._offered) + max(0, self._plan.total_groups - self._num_drawn)
+        return len(self.offered) + max(0, self._plan.total_groups - self._num_drawn)
 
     def make(self, source: int, engine_version: int) -> PromptGroup:
         """The next new group of the source, with this version."""
         plan, number = self._plan, self._num_issued
-        if self._offered:
+        if self.offered:
             self.num_offered += 1
-            return PromptGroup(number, 0, self._offered.popleft(), plan.group_size, engine_version)
+            return PromptGroup(number, 0, self.offered.popleft(), plan.group_size, engine_version)
         if not plan.domains:
             epoch, row = place(self._num_drawn, plan.num_rows, plan.seed, plan.shuffle)
             return PromptGroup(number, epoch, row, plan.group_size, engine_version)

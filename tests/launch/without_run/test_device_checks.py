@@ -2,6 +2,7 @@
 device is in tests/device/test_doctor.py."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from distflow.commands.selftest.compared_runs import CHECKS as ALL_CHECKS
 from distflow.config import load_config
+from distflow.launch.plans.plan_before_run import RunPlanner
 from distflow.launch.without_run.device_checks import (
     CHECKS,
     Subject,
@@ -93,6 +95,28 @@ def test_an_adapter_and_a_critic_have_what_they_train(folder: Path) -> None:
 def test_shards_have_their_part(folder: Path) -> None:
     keys = (f"{ACTOR}.strategy=fsdp", "trainer.n_gpus_per_node=4")
     assert 4 * parts(folder, *keys)["weights"] == parts(folder)["weights"]
+
+
+def test_models_that_score_have_float32_weights_but_for_a_judge_in_a_rollout_engine(folder: Path) -> None:
+    model = load_model(folder)
+    size, judge = sum(p.nbytes for p in model.parameters()), sum(p.nbytes for p in model.bfloat16().parameters())
+    models = f"reward_model.models={{helpful: {{path: {folder}}}, critique: {{path: {folder}, judge: true}}}}"
+    keys = (models, f"{MODEL}.dtype=bfloat16")
+    assert parts(folder, *keys)["reward models"] == size + judge
+    sharded = parts(folder, *keys, f"{ACTOR}.strategy=fsdp", "trainer.n_gpus_per_node=4")
+    assert sharded["reward models"] == size / 4 + judge, "each device has the judge whole"
+
+
+def test_a_plan_counts_the_same(folder: Path) -> None:
+    models = f"reward_model.models={{helpful: {{path: {folder}}}, critique: {{path: {folder}, judge: true}}}}"
+    keys = (models, f"{MODEL}.dtype=bfloat16", f"{ACTOR}.use_kl_loss=true")
+    (worker,) = RunPlanner("grpo", [f"{MODEL}.path={folder}", *keys], "h100").run.workers
+    named = {"ref": "reference", "rollout": "rollout engine", "helpful": "reward models", "critique": "reward models"}
+    planned = Counter[str]()
+    for item in worker.items:
+        if item.what in ("weights", "gradients", "optimizer"):
+            planned[named.get(item.role, item.what)] += int(item.num_bytes)
+    assert parts(folder, *keys, "actor_rollout_ref.rollout.enforce_eager=true") == planned
 
 
 def test_keys_and_values_are_those_of_a_cache(folder: Path) -> None:

@@ -2,6 +2,7 @@
 pipeline bound by the run's own code, the shapes of its models, and the number of its rows. Also what it would take with
 one change."""
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -236,7 +237,7 @@ def searched_allocation(preset: str, overrides: Sequence[str], say: Callable[[st
 
 def _written(change: Change) -> list[str]:
     """As overrides; texts in quotes, since an allocation has signs that the grammar reserves."""
-    shown = ((key, str(value).lower() if isinstance(value, bool) else value) for key, value in change)
+    shown = ((key, value if isinstance(value, str) else json.dumps(value).replace('"', "")) for key, value in change)
     return [f"{key}='{value}'" if key == "trainer.allocation" else f"{key}={value}" for key, value in shown]
 
 

@@ -31,13 +31,13 @@ from distflow.launch.configured_models import (
     scoring_source,
 )
 from distflow.launch.device_and_threads import accelerator
-from distflow.launch.engine_factories_from_config import compute_dtype, engine_dtype, shares_weights
+from distflow.launch.engine_factories_from_config import engine_dtype, shares_weights
 from distflow.launch.select_pipeline import bind
 from distflow.models.loading import ModelSource, load_model, load_tokenizer
 from distflow.models.sharding import empty_model
+from distflow.planning.memory import cache_in_advance, frozen_bytes, trained_bytes
 from distflow.rollout.conformance import Finding
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.embedded.cuda_decode_steps_and_graphs import MEMORY_SHARE
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams, Stream
 from distflow.scheduling.group_states import Version
 from distflow.training.torch_engine import TorchScorer
@@ -48,8 +48,6 @@ EXACT: Final = 1e-4
 """Limit for float32 against the CPU. Sums in another order differ by 1e-6; products rounded to TF32 by 1e-3."""
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
 _LENGTHS: Final = ((5, 9), (1, 14), (12, 1), (8, 30), (3, 64), (40, 33))
-_MOMENT_BYTES: Final = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}
-"""The optimizer's bytes per trained parameter."""
 
 Result = tuple[str, str]
 """The outcome, and its figures or what to do."""
@@ -278,50 +276,42 @@ def _memory(subject: Subject) -> Result:
         text += f" and before offloading ({', '.join(offloads)})"
     if total + length * token_bytes > free:
         return WARNING if offloads else FAILED, text
-    trained = parts["gradients"] + parts["optimizer"]
-    kept = kept_bytes(config, free - (total - trained))
+    trained, rollout = parts["gradients"] + parts["optimizer"], config.actor_rollout_ref.rollout
+    context = policy_limits(config).context
+    kept = cache_in_advance(config, free - (total - trained), token_bytes, context) or 0.0
+    kept *= not rollout.free_cache_engine
     if total + kept > free and not offloads:
         text += f"; the embedded engine, which generates first, keeps {_gib(kept)} for keys and values"
         return FAILED, f"{text}: set actor_rollout_ref.rollout.free_cache_engine=true, or"
-    fitting, wanted = int((free - total) // (length * token_bytes)), config.actor_rollout_ref.rollout.max_num_seqs
+    fitting, wanted = int((free - total) // (length * token_bytes)), rollout.max_num_seqs
     text += f"; in the rest fit keys and values of {fitting} responses of {length} tokens with their prompts"
     return (OK, text) if fitting >= wanted else (WARNING, f"{text}, and max_num_seqs={wanted}: others wait")
 
 
 def resident_bytes(config: Config) -> dict[str, float]:
-    """Memory on one device while the pipeline's models are trained, without activations, keys and values. Trained
-    weights and the reference's are float32."""
+    """Memory on one device while the pipeline's models are trained, without activations, keys and values."""
     engines, trainer, settings = bind(config).engines, config.trainer, config.actor_rollout_ref
     adapt, policy = policy_adapter(config), _empty(policy_source(config))
-    whole = policy.num_parameters()
+    whole, models = policy.num_parameters(), scoring_models(config.reward_model)
     actor = policy if adapt is None else adapt(policy)
-    num_trained = {"actor": sum(p.numel() for p in actor.parameters() if p.requires_grad)}
+    num_trained = sum(p.numel() for p in actor.parameters() if p.requires_grad)
     num_weights = sum(p.numel() for p in actor.parameters())
+    parts = trained_bytes(num_weights, num_trained, settings.actor.optim.optimizer)
     if "critic" in engines:
-        num_trained["critic"] = _empty(critic_source(config)).num_parameters()
-        num_weights += num_trained["critic"]
-    optimizers = {"actor": settings.actor.optim.optimizer, "critic": config.critic.optim.optimizer}
-    parts = {"weights": 4 * num_weights, "gradients": 4 * sum(num_trained.values())}
-    parts["optimizer"] = sum(_MOMENT_BYTES[optimizers[role]] * number for role, number in num_trained.items())
+        number = _empty(critic_source(config)).num_parameters()
+        own = trained_bytes(number, number, config.critic.optim.optimizer)
+        parts = {name: size + own[name] for name, size in parts.items()}
     if "ref" in engines and adapt is None:
-        parts["reference"] = 4 * whole
+        parts["reference"] = frozen_bytes(config, "ref", whole)
     ranks = trainer.nnodes * trainer.n_gpus_per_node if is_sharded(config) else 1
     found = {name: size / ranks for name, size in parts.items()}
     if "rollout" in engines and not shares_weights(config):
         found["rollout engine"] = float(engine_dtype(config).itemsize * whole)
-    if names := engines & {*scoring_models(config.reward_model)}:
-        sizes = (_empty(scoring_source(config, name)[1]).num_parameters() for name in names)
-        found["reward models"] = float(compute_dtype(config).itemsize * sum(sizes))
+    for name in engines & {*models}:
+        size = frozen_bytes(config, name, _empty(scoring_source(config, name)[1]).num_parameters())
+        size /= 1 if models[name].is_whole_judge else ranks
+        found["reward models"] = found.get("reward models", 0.0) + size
     return found
-
-
-def kept_bytes(config: Config, free: float) -> float:
-    """Memory that the embedded engine takes when it first generates, and keeps while the models train."""
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name != "embedded" or rollout.free_cache_engine:
-        return 0.0
-    longest = policy_limits(config).context or config.data.max_prompt_length + config.data.max_response_length
-    return min(MEMORY_SHARE * free, 2.0 * rollout.max_num_seqs * longest * kv_bytes_of_token(config))
 
 
 def _empty(source: Source) -> PreTrainedModel:

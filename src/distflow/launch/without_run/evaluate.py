@@ -1,7 +1,7 @@
 """`distflow eval`: validation without a run."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from distflow.audit.every_step.engine_weights_canary import make_canary
@@ -45,6 +45,9 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
     pipeline, device = spec.pipeline(), spec.plan.ranks[0].device
     own_device(device)  # a worker's device, if the config is for a cluster
     (rank,) = plan_local(pipeline, device).ranks  # wherever the run has its parts, and with whole models
+    # Models of the training loop alone are not loaded: critic, reference, and models that score whole steps.
+    used = {"actor", *(engine for node in pipeline.rollout_nodes for engine in node.engines)}
+    rank = replace(rank, engines=tuple(engine for engine in rank.engines if engine in used))
     resources = build_resources({name: _unsharded(make) for name, make in spec.factories.items()}, rank, say=say)
     actor = resources.actor
     assert actor is not None, "a pipeline trains something"

@@ -1,7 +1,7 @@
 """The sample queue, where complete groups wait until a step takes them: the records that pass through it, its protocol
 for workers, and the rows that a user's own loop submits to it. Each transport has a file that implements it."""
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, Protocol, TypeVar, overload
 
@@ -211,9 +211,14 @@ class Submissions:
     def row(self, number: int) -> PromptRow:
         return self._rows[number][0]
 
+    def keep(self, numbers: Collection[int]) -> None:
+        """Forget all other rows, whose groups are trained or dropped and never start again."""
+        self._rows = {number: row for number, row in self._rows.items() if number in numbers}
+
     def of_group(self, number: int) -> OfGroup:
         """The options of a row's group, also for rows of the data set."""
-        return self._rows[number][1] if number in self._rows else self.of_data
+        found = self._rows.get(number)
+        return self.of_data if found is None else found[1]
 
 
 class WithSubmitted(Sequence[PromptRow]):

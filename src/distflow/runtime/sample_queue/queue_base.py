@@ -254,6 +254,8 @@ class SharedSampleQueue(Generic[T]):
                     self.fail(err)
                     raise
                 self._resume_point = protocol.ResumePoint(coordinator.snapshot(), dict(sorted(self._groups.items())))
+                live = (group.row for group in coordinator.queue.live)
+                self.submissions.keep({*live, *coordinator.prompt_groups.offered})
                 counts, figures = coordinator.checked_counts(), coordinator.shares.figures
                 state = (version, coordinator.finished, self._stopping)
                 self._released = protocol.Released(*state, counts, figures, coordinator.due)
