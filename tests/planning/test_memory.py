@@ -17,7 +17,7 @@ from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.known_models_and_devices import Device, ModelShape
 from distflow.planning.make_plan import plan_devices
 from distflow.planning.memory import MemoryItem, WorkerMemory, activation_bytes, adapter_weights, worker_memory
-from distflow.rollout.embedded import cuda_steps
+from distflow.rollout.embedded import cuda_decode_steps_and_graphs
 from distflow.runtime.weight_sync import sender
 from distflow.training import torch_engine
 from tests.tiny_models import write_tiny_model
@@ -208,7 +208,7 @@ def test_a_judge_is_in_its_engines_dtype_and_whole_where_others_are_sharded() ->
 
 
 def test_amounts_are_those_of_the_engines() -> None:
-    assert memory._BUCKET == sender.BUCKET_BYTES and memory._CACHE_SHARE == cuda_steps.MEMORY_SHARE
+    assert memory._BUCKET == sender.BUCKET_BYTES and memory._CACHE_SHARE == cuda_decode_steps_and_graphs.MEMORY_SHARE
     assert memory._CHUNK == {"cpu": log_probs.CHUNK_ELEMENTS, "gpu": log_probs.CHUNK_ON_DEVICE}
     source = torch_engine.TorchScorer.__post_init__.__code__.co_consts
     assert set(memory._MICRO.values()) <= set(source)

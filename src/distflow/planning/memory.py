@@ -31,7 +31,7 @@ _BUCKET = 2**28  # as runtime/weight_sync/sender.py
 _CHUNK = {"cpu": 2**25, "gpu": 2**27}  # logits, as models/log_probs.py
 _MICRO = {"cpu": 4096, "gpu": 16384}  # tokens, as training/torch_engine.py
 _TRAINED: tuple[Phase, ...] = ("forward", "update")
-_CACHE_SHARE = 0.5  # as rollout/embedded/cuda_steps.py
+_CACHE_SHARE = 0.5  # as rollout/embedded/cuda_decode_steps_and_graphs.py
 _MOMENTS = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}  # bytes per trained weight
 _SERVER_SHARES = {"vllm": ("gpu_memory_utilization", 0.92), "sglang": ("mem_fraction_static", 0.9)}
 """The server's option for the share of a GPU that it takes when it starts, and its default: vLLM's of all memory with
