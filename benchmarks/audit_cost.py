@@ -27,7 +27,7 @@ from distflow.audit import all_checks
 from distflow.audit.auditor import Auditor
 from distflow.audit.every_step.engine_weights_canary import Canary
 from distflow.audit.every_step.step_invariants import LiveChecks
-from distflow.audit.record_calls_and_updates import MicroRecord, Stripe, UpdateWatch
+from distflow.audit.record_groups_and_updates import MicroRecord, Stripe, UpdateWatch
 from distflow.config import load_config
 from distflow.launch.make_spec import make_spec
 from distflow.launch.one_process_launcher import launch_local

@@ -17,7 +17,7 @@ import pytest
 from distflow import builtin_names as names
 from distflow.config import ConfigError, load_config
 from distflow.config.compose import load_config as load_config_module
-from distflow.config.extension_kinds import EXTENSION_POINTS, find_unregistered
+from distflow.config.extension_registries import EXTENSION_POINTS, find_unregistered
 from distflow.errors import UserError
 from distflow.launch.check_extensions import KINDS, Kind, Part, faults_of, find_gaps
 from tests.e2e.runs import Playground

@@ -70,10 +70,10 @@ COMMANDS: dict[str, Command] = {
     ),
     "data": Command("show the data as the model receives it", "config_and_data", runs_code=True),
     "reward": Command(
-        "test a reward function on right and wrong responses", "check_reward_and_rollout", runs_code=True
+        "test a reward function on right and wrong responses", "check_reward_and_rollout_engine", runs_code=True
     ),
     "rollout": Command(
-        "test everything that a run expects of the rollout engine", "check_reward_and_rollout", runs_code=True
+        "test everything that a run expects of the rollout engine", "check_reward_and_rollout_engine", runs_code=True
     ),
     "sandbox": Command("run a Python file in the sandbox, or serve the sandbox to other machines", "sandbox"),
     "list": Command("list presets, built-in models or runs", "new_and_list"),

@@ -26,7 +26,7 @@ from distflow.audit.audited_step.updates import (
     total_updates,
 )
 from distflow.audit.check import NOT_APPLICABLE, Wrong, check_close
-from distflow.audit.record_calls_and_updates import GroupRecord, GroupRecords, UpdateRecord
+from distflow.audit.record_groups_and_updates import GroupRecord, GroupRecords, UpdateRecord
 from distflow.audit.recorded_step import RecordedStep, samples_of, shuffled
 from distflow.config import load_config
 from distflow.data.batch import Batch

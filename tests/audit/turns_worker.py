@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from distflow.audit.audited_step.updates import audit_gradients, audit_optimizer
 from distflow.audit.check import Wrong
 from distflow.audit.model_forward import Ids, Turns, logits_of, plainly
-from distflow.audit.record_calls_and_updates import UpdateRecord, UpdateWatch, striped, trained
+from distflow.audit.record_groups_and_updates import UpdateRecord, UpdateWatch, striped, trained
 from distflow.cluster.process_groups import TorchCollective
 from distflow.config import Config, load_config
 from distflow.models.loading import load_model

@@ -23,7 +23,7 @@ import torch
 from distflow.cli import main
 from distflow.commands.arguments_and_run_folders import listen
 from distflow.commands.dashboard_and_watch import PAGES, make_server
-from distflow.commands.dashboard_pages import Dashboard, _invoice_columns
+from distflow.commands.dashboard_page_data import Dashboard, _invoice_columns
 from distflow.commands.dashboard_samples import Texts
 from distflow.data.batch import Batch
 from distflow.observe.crash_safe_files import encode

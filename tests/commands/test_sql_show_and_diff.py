@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from distflow.cli import main
 from distflow.data.batch import Batch
 from distflow.observe.writing.run_folder import RunFolder
-from distflow.planning.plan import RankPlan
+from distflow.planning.plan_of_ranks_and_layouts import RankPlan
 from distflow.runtime.run_recorder import keep_groups
 from tests.commands.test_export_replay_report_why import HOSTILE, write_run
 

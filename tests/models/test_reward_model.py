@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from distflow.errors import UserError
+from distflow.models.model_identity_and_weight_soundness import identity
 from distflow.models.reward_model import load_reward_model, score_ids
-from distflow.models.weight_fingerprint_and_soundness import identity
 from tests.tiny_models import write_tiny_model, write_tiny_reward_model
 
 # Of many lengths; some end with what is the pad and the end token, one is nothing else.

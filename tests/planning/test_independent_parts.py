@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from distflow.errors import UserError
 from distflow.graph.node_order_and_wiring_checks import ancestors
+from distflow.planning.assign_nodes_to_ranks import place
 from distflow.planning.independent_parts import Part, apportion, parse_size, priority, split
-from distflow.planning.make_plan import place
 
 Graph = tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
 

@@ -14,8 +14,8 @@ from distflow.models.cpu_kernels.decode_step import NativeStep
 from distflow.models.loading import load_model
 from distflow.planning import memory
 from distflow.planning.allocation_expression import follow_allocation
+from distflow.planning.assign_nodes_to_ranks import plan_devices
 from distflow.planning.known_models_and_devices import Device, ModelShape
-from distflow.planning.make_plan import plan_devices
 from distflow.planning.memory import MemoryItem, WorkerMemory, activation_bytes, adapter_weights, worker_memory
 from distflow.rollout.embedded import cuda_decode_steps_and_graphs
 from distflow.runtime.weight_sync import sender

@@ -9,10 +9,10 @@ from distflow.config.keys.schema import with_values
 from distflow.errors import UserError
 from distflow.launch.select_pipeline import bind
 from distflow.planning.allocation_expression import follow_allocation
+from distflow.planning.assign_nodes_to_ranks import plan_ray
 from distflow.planning.known_models_and_devices import Device, ModelShape
-from distflow.planning.make_plan import plan_ray
 from distflow.planning.predicted_run import Lengths, PredictedRun, RunFacts, predict
-from tests.planning.test_make_plan import devices, two_parts
+from tests.planning.test_assign_nodes_to_ranks import devices, two_parts
 
 SHAPE = ModelShape(1024, 4096, 12, 16, 8, 64, 32000, tied=False)
 GPU = Device("gpu", 100e12, 1e12, 40e9, 100e9, 10e9)

@@ -12,13 +12,13 @@ from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.launch.build_worker import build_worker
 from distflow.launch.one_process_launcher import local_ports
-from distflow.planning.plan import Plan, RankPlan, check_plan, rank_plan
+from distflow.planning.plan_of_ranks_and_layouts import Plan, RankPlan, check_plan, rank_plan
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.early_stop_and_signals import StopRequest
 from distflow.runtime.engines_and_services import Resources, build_resources
+from distflow.runtime.ports_and_inputs_from_launcher import WorkerInputs
 from distflow.runtime.run_recorder import Recorder
 from distflow.runtime.spec import Spec
-from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.ledger import Ledger
 from tests.e2e.runs import Playground

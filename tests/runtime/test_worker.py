@@ -19,12 +19,12 @@ from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore, Writin
 from distflow.runtime.checkpoint.files import read_manifest
 from distflow.runtime.early_stop_and_signals import StopRequest
 from distflow.runtime.engines_and_services import Resources, build_resources
+from distflow.runtime.ports_and_inputs_from_launcher import WorkerInputs
 from distflow.runtime.run_errors_and_limits import NodeError
 from distflow.runtime.run_recorder import Recorder
 from distflow.runtime.spec import Spec
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.runtime.worker import Worker
-from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import Version
 from distflow.scheduling.ledger import timeline

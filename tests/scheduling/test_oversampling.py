@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.launch.run_folders.step_lineage import step_lineage
+from distflow.launch.run_folders.groups_of_step import step_lineage
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy, CurriculumPlan, SkipPlan
 from distflow.scheduling.data_plan import DataPlan, DomainPlan

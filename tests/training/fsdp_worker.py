@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from distflow.algorithms.objectives import PolicyObjective
-from distflow.audit.record_calls_and_updates import NUM_STRIPES, UpdateWatch
+from distflow.audit.record_groups_and_updates import NUM_STRIPES, UpdateWatch
 from distflow.cluster.process_groups import ProcessGroups, TorchCollective
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.models.sharding import Sharding, at_places, shard_model, whole
-from distflow.planning.plan import Layout, Plan, Sizes, process_groups
+from distflow.planning.plan_of_ranks_and_layouts import Layout, Plan, Sizes, process_groups
 from distflow.runtime.checkpoint.files import own_shards
 from distflow.training.engine import Collective, LossFn
 from distflow.training.optimizer import make_optimizer, make_schedule

@@ -22,9 +22,9 @@ from distflow.errors import TrustError, UserError
 from distflow.launch.engine_factories_from_config import make_factories
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora, named_weights
+from distflow.models.model_identity_and_weight_soundness import magnitudes
 from distflow.models.sharding import DATA, TENSOR, Sharding, at_places, own_part, shard_model, square_sum, whole
-from distflow.models.weight_fingerprint_and_soundness import magnitudes
-from distflow.planning.plan import RankPlan
+from distflow.planning.plan_of_ranks_and_layouts import RankPlan
 from distflow.rollout.engine import RolloutEngine
 from distflow.runtime.checkpoint.files import own_shards
 from distflow.runtime.engines_and_services import build_resources

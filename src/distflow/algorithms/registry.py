@@ -15,7 +15,7 @@ from distflow.builtin_names import Entry
 from distflow.config.compose.typed_values import Mismatch, can_convert, convert
 from distflow.errors import hint
 from distflow.graph.fields import find_field
-from distflow.graph.node_spec import NodeRole, Scope, node
+from distflow.graph.node_decorator_and_roles import NodeRole, Scope, node
 from distflow.import_target import is_ours, load, load_module, own_name, required_parameters, shown_name, split_name
 
 _NO_DEFAULT = inspect.Parameter.empty

@@ -13,7 +13,7 @@ from distflow.audit import all_checks
 from distflow.audit.audit_schedule import IN_ALL, SHARES, AuditSchedule, Depth, drawn_update
 from distflow.audit.audited_step.log_probs import score_before
 from distflow.audit.check import NOT_APPLICABLE, Check, Wrong
-from distflow.audit.record_calls_and_updates import (
+from distflow.audit.record_groups_and_updates import (
     GradientWatch,
     GroupRecord,
     GroupRecords,
@@ -32,9 +32,9 @@ from distflow.observe.metrics import Measured
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.compiled_node import Step
+from distflow.runtime.ports_and_inputs_from_launcher import WorkerInputs
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.sample_queue.protocol import ResumePoint
-from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.training.engine import LossFn, TrainEngine
 
 NUM_SCORED_AGAIN = 2

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distflow.audit.check import NOT_APPLICABLE, Sample, is_builtin, plain_function
 from distflow.audit.model_forward import KeptWeights, PlainScores, RunOfTokens, Turns, model_of
-from distflow.audit.record_calls_and_updates import GroupRecord, UpdateRecord
+from distflow.audit.record_groups_and_updates import GroupRecord, UpdateRecord
 from distflow.config import Config
 from distflow.config.derived_settings import (
     BY_WORKFLOW,
@@ -36,9 +36,9 @@ from distflow.rewards.reward_results import RewardResult
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
 from distflow.runtime.compiled_node import NodeContext, Step
 from distflow.runtime.engines_and_services import Resources
+from distflow.runtime.ports_and_inputs_from_launcher import WorkerInputs
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.spec import Spec
-from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.data_plan import UNKNOWN_ROWS, WINDOW
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective

@@ -16,19 +16,19 @@ from torch.distributed.tensor import DTensor
 
 from distflow.audit.check import NOT_APPLICABLE, Wrong, check
 from distflow.audit.model_forward import model_of
-from distflow.audit.record_calls_and_updates import OpenEngine
+from distflow.audit.record_groups_and_updates import OpenEngine
 from distflow.audit.recorded_step import AuditedRun, RecordedStep, samples_of
 from distflow.config import changed_keys, config_from_dict
 from distflow.data import global_random_states
 from distflow.data.batch import Batch
 from distflow.errors import resume_advice
 from distflow.models.lora import plain_name, unwrapped
+from distflow.models.model_identity_and_weight_soundness import bit_hash
 from distflow.models.model_paths_and_folder_checks import resolve_path
-from distflow.models.weight_fingerprint_and_soundness import bit_hash
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.engines_and_services import Resources
+from distflow.runtime.ports_and_inputs_from_launcher import WorkerInputs
 from distflow.runtime.sample_queue.protocol import ResumePoint
-from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.training.multi_policy_engine import models_of
 
 STREAMS, NODES, POSITION, QUEUED = "random stream", "state of node", "data position", "queued group"

@@ -18,7 +18,7 @@ from distflow.audit.audited_step.groups_responses_and_masks import accuracies, p
 from distflow.audit.audited_step.log_probs import EXACT, ROUNDED, forward_samples, is_beyond
 from distflow.audit.check import Wrong, check, doubles, is_builtin
 from distflow.audit.model_forward import MAX_LOGITS, Numbers, log_probs_of, normals_of, vocabulary_of
-from distflow.audit.record_calls_and_updates import GroupRecord, OpenEngine
+from distflow.audit.record_groups_and_updates import GroupRecord, OpenEngine
 from distflow.audit.recorded_step import AuditedRun
 from distflow.config import Config
 from distflow.config.derived_settings import response_limit

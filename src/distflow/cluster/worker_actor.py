@@ -17,18 +17,18 @@ from distflow.cluster.process_groups import Collectives
 from distflow.cluster.remote_calls import process_here, reply
 from distflow.cluster.reports_to_driver import MessageSender, RemoteView, remote_callbacks
 from distflow.cluster.weights_to_workers import WeightReceivers
-from distflow.cluster.worker_ports import WorkerPorts
+from distflow.cluster.worker_connections import WorkerPorts
 from distflow.launch.build_worker import build_worker
 from distflow.launch.run_start_and_end import Start, model_lines, note_end, note_resume, open_store, write_facts
 from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.save_and_restore import check_same_facts, restore, set_generators
 from distflow.runtime.engines_and_services import ModelSizes, build_resources
+from distflow.runtime.ports_and_inputs_from_launcher import WorkerInputs
 from distflow.runtime.rollout_loop.engine_watch import write_stacks
 from distflow.runtime.run_recorder import Recorder, ReportingProcess
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker import Worker
-from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.runtime.worker_place_and_dp_groups import Place, kept_share, own_device
 
 

@@ -31,7 +31,7 @@ from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import writer_of
 
 if TYPE_CHECKING:
-    from distflow.commands.dashboard_pages import Dashboard
+    from distflow.commands.dashboard_page_data import Dashboard
 
 _COOKIE = "distflow_dashboard"
 _HEADERS = {
@@ -81,7 +81,7 @@ def run_dashboard(arguments: argparse.Namespace) -> int:
     folder, host = arguments.folder.expanduser(), arguments.host
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: name the folder that contains the runs")
-    from distflow.commands.dashboard_pages import Dashboard
+    from distflow.commands.dashboard_page_data import Dashboard
 
     check_server_packages("`distflow dashboard`", "ui")
 

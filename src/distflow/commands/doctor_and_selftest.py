@@ -135,7 +135,7 @@ def _check_device(words: list[str], trusted: bool) -> int:
         from distflow.commands.selftest.compared_runs import check_all
         from distflow.launch.device_and_threads import make_process_ready
         from distflow.launch.select_pipeline import import_user_modules
-        from distflow.launch.user_code_named_in_config import model_code, only_if_trusted, pipeline_code
+        from distflow.launch.user_code_trust_and_importability import model_code, only_if_trusted, pipeline_code
 
     only_if_trusted([*pipeline_code(config), *model_code(config)], trusted, say=print)
     import_user_modules(config)

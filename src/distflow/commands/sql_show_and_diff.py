@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distflow.commands.arguments_and_run_folders import LEDGER, at_least, find_run
 from distflow.errors import UserError, count_of
-from distflow.launch.run_folders.step_lineage import ledger_groups
+from distflow.launch.run_folders.groups_of_step import ledger_groups
 from distflow.observe.crash_safe_files import JSON, encode, read_object, to_json
 from distflow.observe.metrics import headline_names
 from distflow.observe.report.metric_differences import LAST

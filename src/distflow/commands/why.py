@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distflow.commands.arguments_and_run_folders import LEDGER, add_run_argument, at_least, find_run
 from distflow.commands.sql_show_and_diff import aligned, as_json
 from distflow.errors import UserError, count_of
-from distflow.launch.run_folders.step_lineage import StepLineage, step_lineage
+from distflow.launch.run_folders.groups_of_step import StepLineage, step_lineage
 from distflow.observe.crash_safe_files import to_number
 from distflow.observe.run_reader import Group
 from distflow.observe.sanitized_output import escape_control

@@ -12,8 +12,8 @@ from distflow.graph.contract_from_signature import REQUIRED, Contract, Form, can
 from distflow.graph.drawing import Box, flowchart, text_drawing
 from distflow.graph.fields import STANDARD_FIELDS, Axis, Field, find_field
 from distflow.graph.graph_node import NODE_SETTINGS, Node, contract_of, contracts_of, resolve_factory
+from distflow.graph.node_decorator_and_roles import NodeRole, NodeType, Plane
 from distflow.graph.node_order_and_wiring_checks import Wiring
-from distflow.graph.node_spec import NodeRole, NodeType, Plane
 from distflow.import_target import is_ours
 
 

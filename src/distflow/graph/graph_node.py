@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from distflow.errors import PipelineError, hint
 from distflow.graph.contract_from_signature import Contract, Declared, Form, canonical, read_contract
 from distflow.graph.fields import find_field
-from distflow.graph.node_spec import (
+from distflow.graph.node_decorator_and_roles import (
     CONFIGURING_TYPES,
     ENGINE_TYPES,
     MARKER_TYPES,

@@ -11,7 +11,7 @@ from distflow.errors import PipelineError, hint
 from distflow.graph.contract_from_signature import Contract, canonical
 from distflow.graph.fields import DERIVED
 from distflow.graph.graph_node import Node, engines_of
-from distflow.graph.node_spec import Plane, is_factory
+from distflow.graph.node_decorator_and_roles import Plane, is_factory
 
 Edges = Mapping[str, Sequence[str]]
 

@@ -22,7 +22,7 @@ from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine, SamplingParams
 from distflow.rollout.multi_policy_engine import MultiPolicyRollout
 from distflow.rollout.servers.fleet import Fleet
-from distflow.rollout.servers.tensor_parallel_server import ServerGroup, follower_of
+from distflow.rollout.servers.server_shared_by_workers import ServerGroup, follower_of
 from distflow.runtime.judge_engine import Judge, ReplyStore, choice_replies
 from distflow.runtime.spec import Get
 from distflow.scheduling.group_states import Version

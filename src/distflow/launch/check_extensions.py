@@ -1,7 +1,7 @@
 """Checks the parts that a run chooses by name, before a model is built: each must be where its table says, and have
 what its kind requires. Messages say what is missing, in which file, and what to write there.
 
-`config/extension_kinds.py` finds files that no table names.
+`config/extension_registries.py` finds files that no table names.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from distflow.audit.audited_step import advantages, policy_loss_formulas
 from distflow.builtin_names import CUSTOM_REWARD, Entry, Reward
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, named_algorithms, named_rewards, pipeline_name
-from distflow.config.extension_kinds import EXTENSION_POINTS
+from distflow.config.extension_registries import EXTENSION_POINTS
 from distflow.config.keys.actor_rollout_ref_and_critic import RolloutConfig
 from distflow.errors import MissingColumn, UserError, hint
 from distflow.graph.fields import STANDARD_FIELDS

@@ -16,7 +16,7 @@ from distflow.config.derived_settings import model_of, reads_pairs
 from distflow.config.keys.reward import REWARD_MODEL, scoring_models
 from distflow.errors import UserError, blaming, hint
 from distflow.graph import BoundPipeline
-from distflow.graph.node_spec import ENGINES
+from distflow.graph.node_decorator_and_roles import ENGINES
 from distflow.hub_id_or_local_path import WEIGHT_PATTERNS, is_local_model
 from distflow.launch.device_and_threads import accelerator, choose_device
 from distflow.launch.plans.rates_from_run_folder import as_predicted, given_by, measured_run
@@ -34,7 +34,7 @@ from distflow.models.model_paths_and_folder_checks import BUILTIN_FOLDER, BUILTI
 from distflow.models.sharding import Sharding, check_divisible, shard_model
 from distflow.planning.independent_parts import parse_size
 from distflow.planning.known_models_and_devices import ModelShape, find_device
-from distflow.planning.plan import Layout, Plan
+from distflow.planning.plan_of_ranks_and_layouts import Layout, Plan
 from distflow.planning.predicted_run import predict
 
 

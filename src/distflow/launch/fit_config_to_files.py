@@ -31,7 +31,7 @@ from distflow.launch.data_sets import (
 from distflow.launch.device_and_threads import follow_device, make_process_ready
 from distflow.launch.select_pipeline import bind, generates, import_user_modules, keys_of_nodes, without_reference
 from distflow.launch.spec_fields_from_config import sampling_params, spec_settings, validation_params
-from distflow.launch.user_code_named_in_config import check_importable
+from distflow.launch.user_code_trust_and_importability import check_importable
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.scheduling.data_plan import UNKNOWN_ROWS, WINDOW
 

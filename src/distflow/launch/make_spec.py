@@ -17,10 +17,10 @@ from distflow.launch.run_folders.export_checkpoint import with_models_of_runs
 from distflow.launch.select_pipeline import rebuild
 from distflow.launch.spec_fields_from_config import sampling_params, spec_settings, validation_params
 from distflow.launch.startup_messages import startup_lines
-from distflow.launch.user_code_named_in_config import check_pickles, named_code
+from distflow.launch.user_code_trust_and_importability import check_pickles, named_code
 from distflow.observe.writing.run_folder import claimed
 from distflow.observe.writing.timing import lasting
-from distflow.planning.plan import check_plan
+from distflow.planning.plan_of_ranks_and_layouts import check_plan
 from distflow.runtime.run_errors_and_limits import writing_to
 from distflow.runtime.spec import Spec, ValidationSet
 

@@ -30,7 +30,7 @@ from distflow.config.keys.schema import diff, schema_keys, show_value
 from distflow.launch.device_and_threads import choose_device, threads_of, worker_cores
 from distflow.launch.fit_config_to_files import Data
 from distflow.models.cpu_kernels import build as native
-from distflow.models.weight_fingerprint_and_soundness import identity
+from distflow.models.model_identity_and_weight_soundness import identity
 from distflow.rewards.code.reward import isolation_of
 from distflow.rewards.load_and_call_reward_functions import fingerprint_target, target_of
 from distflow.rewards.pool.domain_pools import RewardSettings

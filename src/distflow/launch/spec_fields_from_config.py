@@ -24,8 +24,8 @@ from distflow.launch.device_and_threads import check_cores, choose_device, refus
 from distflow.launch.engine_factories_from_config import compute_dtype, engine_dtype, make_factories, shares_weights
 from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.pipelines.nodes.objectives_from_config import is_anchored, loss_terms
-from distflow.planning.make_plan import plan_devices
-from distflow.planning.plan import Plan, RankPlan
+from distflow.planning.assign_nodes_to_ranks import plan_devices
+from distflow.planning.plan_of_ranks_and_layouts import Plan, RankPlan
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.spec import Offloads, RunOptions, Spec, WorkerNeeds
 

@@ -7,7 +7,7 @@ from distflow.algorithms.registry import describe_estimator
 from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Loaded, load_config
 from distflow.config.derived_settings import algorithms, domain_of_tag, is_rl, reward_functions
-from distflow.config.extension_kinds import find_unregistered
+from distflow.config.extension_registries import find_unregistered
 from distflow.config.keys.trainer_async_and_trust import StopCondition
 from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
 from distflow.data.encoded_prompts import PromptRow
@@ -19,7 +19,7 @@ from distflow.launch.data_sets import num_rows_of
 from distflow.launch.device_and_threads import choose_device, find_thread_faults, own_cores, threads_of
 from distflow.launch.fit_config_to_files import Data, Reading
 from distflow.models.loading import end_token_ids
-from distflow.pipelines.nodes.by_domain import options_of
+from distflow.pipelines.nodes.settings_by_domain import options_of
 from distflow.pipelines.nodes.workflow_dry_run import describe_turns
 from distflow.rewards.router import check_domains
 from distflow.runtime.step_metrics import validation_names

@@ -11,8 +11,8 @@ from distflow.config.keys.algorithm import is_on
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
 from distflow.pipelines.nodes.advantages import changes_rewards, weighs_samples
-from distflow.pipelines.nodes.by_domain import masks_samples
 from distflow.pipelines.nodes.objectives_from_config import corrects_drift, interpolates_prox
+from distflow.pipelines.nodes.settings_by_domain import masks_samples
 
 
 def policy_gradient(pipeline: Pipeline, config: Config, has_critic: bool = False) -> TaskGraph:

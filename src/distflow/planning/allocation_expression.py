@@ -19,8 +19,8 @@ from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES, RolloutEngine
 from distflow.config import Config, Loaded, with_changes
 from distflow.config.compose.fit_defaults_to_data import is_free
 from distflow.errors import UserError, hint
-from distflow.graph.node_spec import ENGINES
-from distflow.planning.plan import Axis, Sizes
+from distflow.graph.node_decorator_and_roles import ENGINES
+from distflow.planning.plan_of_ranks_and_layouts import Axis, Sizes
 
 KEY = "trainer.allocation"
 _LETTERS: dict[str, Axis] = {"d": "data", "t": "tensor", "m": "tensor", "p": "pipeline", "c": "context", "e": "expert"}

@@ -17,7 +17,7 @@ from distflow.config import Config
 from distflow.config.derived_settings import is_rl, is_sharded
 from distflow.config.keys.reward import scoring_models
 from distflow.planning.known_models_and_devices import Device, ModelShape
-from distflow.planning.plan import Plan, RankPlan, Sizes
+from distflow.planning.plan_of_ranks_and_layouts import Plan, RankPlan, Sizes
 
 Phase = Literal["generate", "forward", "update", "optimizer", "sync"]
 PHASES: tuple[Phase, ...] = ("generate", "forward", "update", "optimizer", "sync")

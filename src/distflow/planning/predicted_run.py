@@ -30,8 +30,8 @@ from distflow.errors import UserError, count_of
 from distflow.graph import BoundNode, BoundPipeline
 from distflow.graph.contract_from_signature import canonical
 from distflow.graph.fields import TOKEN_AXES, Axis, Field
+from distflow.planning.assign_nodes_to_ranks import plan_devices
 from distflow.planning.known_models_and_devices import Device, ModelShape
-from distflow.planning.make_plan import plan_devices
 from distflow.planning.measured_rates import Rates
 from distflow.planning.memory import (
     PHASES,
@@ -48,7 +48,7 @@ from distflow.planning.memory import (
     sizes_of,
     worker_memory,
 )
-from distflow.planning.plan import Channel, Plan, dp_groups_of
+from distflow.planning.plan_of_ranks_and_layouts import Channel, Plan, dp_groups_of
 
 COMPUTING, DECODING, SENDING = 0.4, 0.6, 0.7
 """Shares of the peak."""

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.models.cpu_kernels.weight_layout import forget_packed
-from distflow.models.weight_fingerprint_and_soundness import identity
+from distflow.models.model_identity_and_weight_soundness import identity
 from distflow.rewards.judge_prompt_and_cache import (
     RESPONSE_CHARACTERS,
     JudgeCache,

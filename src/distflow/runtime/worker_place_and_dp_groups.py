@@ -11,7 +11,7 @@ import torch
 
 from distflow.data.bin_packing import divide_step
 from distflow.errors import UserError
-from distflow.planning.plan import Layout, Plan, Sizes
+from distflow.planning.plan_of_ranks_and_layouts import Layout, Plan, Sizes
 from distflow.runtime.spec import Spec
 from distflow.scheduling.data_plan import minibatches
 

@@ -15,7 +15,7 @@ from distflow.algorithms.registry import find_policy_loss
 from distflow.audit.audited_step.loss import Shares, _check_reported
 from distflow.audit.audited_step.policy_loss_formulas import FORMULAS, Tokens, statistics
 from distflow.audit.check import Wrong
-from distflow.audit.record_calls_and_updates import UpdateRecord
+from distflow.audit.record_groups_and_updates import UpdateRecord
 from distflow.builtin_names import POLICY_LOSSES
 from distflow.config import load_config
 from distflow.config.keys.algorithm import RolloutCorrectionConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distflow.audit.record_calls_and_updates import GroupRecords
+from distflow.audit.record_groups_and_updates import GroupRecords
 from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, node
 from distflow.observe.writing.timing import Waits

@@ -17,7 +17,7 @@ from distflow.algorithms.losses.clipped_ratio import Stats, clipped_surrogate
 from distflow.algorithms.masked_reductions import Reduce, as_stat, global_sum, log_ratio, masked_mean, under_mask
 from distflow.algorithms.registry import register_policy_loss
 from distflow.graph.fields import register_field
-from distflow.graph.node_spec import node
+from distflow.graph.node_decorator_and_roles import node
 
 register_field("selected_tokens", doc="1 on tokens that the policy loss treats specially, selected before the update")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.algorithms.scalar_loss_adapter import ScalarLossAdapter
 from distflow.audit.check import NOT_APPLICABLE, check, is_builtin
-from distflow.audit.record_calls_and_updates import UpdateRecord
+from distflow.audit.record_groups_and_updates import UpdateRecord
 from distflow.audit.recorded_step import RecordedStep
 from distflow.data.batch import Batch
 from distflow.import_target import innermost, shown_name

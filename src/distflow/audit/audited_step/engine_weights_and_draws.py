@@ -30,7 +30,7 @@ from distflow.audit.audited_step.log_probs import (
 )
 from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, doubles, is_builtin
 from distflow.audit.model_forward import PlainScores, Turns, Weights, model_of, plain_scores, plainly, vocabulary_of
-from distflow.audit.record_calls_and_updates import OpenEngine
+from distflow.audit.record_groups_and_updates import OpenEngine
 from distflow.audit.recorded_step import RecordedStep, conversations_of, index_of, policies_of_conversations
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config.derived_settings import agent_sampling

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distflow.audit import model_forward
 from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, doubles
-from distflow.audit.record_calls_and_updates import OpenEngine, UpdateRecord
+from distflow.audit.record_groups_and_updates import OpenEngine, UpdateRecord
 from distflow.audit.recorded_step import AuditedRun, RecordedStep, conversations_of, policies_of_conversations
 from distflow.config.derived_settings import is_rl
 from distflow.training.multi_policy_engine import models_of

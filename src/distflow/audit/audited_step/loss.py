@@ -27,7 +27,7 @@ from distflow.audit.audited_step.token_level_rewards import kl
 from distflow.audit.audited_step.updates import check_micro_batches
 from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, check_tokens, doubles, is_builtin
 from distflow.audit.model_forward import PlainScores
-from distflow.audit.record_calls_and_updates import UpdateRecord, units_of
+from distflow.audit.record_groups_and_updates import UpdateRecord, units_of
 from distflow.audit.recorded_step import RecordedStep, own_tokens
 from distflow.config import Config
 from distflow.config.derived_settings import config_of, is_rl, own_losses, reads_pairs

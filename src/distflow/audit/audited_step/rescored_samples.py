@@ -26,7 +26,7 @@ from distflow.audit.audited_step.groups_responses_and_masks import (
     rounding_of_mean,
 )
 from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check
-from distflow.audit.record_calls_and_updates import GroupRecord
+from distflow.audit.record_groups_and_updates import GroupRecord
 from distflow.audit.recorded_step import RecordedStep
 from distflow.builtin_names import ESTIMATORS
 from distflow.config.derived_settings import algorithm_of

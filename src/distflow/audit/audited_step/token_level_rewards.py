@@ -19,7 +19,7 @@ from distflow.audit.audited_step.groups_responses_and_masks import (
 from distflow.audit.audited_step.normalization_formulas import finished_rewards, whitened
 from distflow.audit.audited_step.rescored_samples import LIMIT
 from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, check_close, doubles
-from distflow.audit.record_calls_and_updates import GroupRecord
+from distflow.audit.record_groups_and_updates import GroupRecord
 from distflow.audit.recorded_step import RecordedStep, conversations_of, index_of
 from distflow.config.derived_settings import algorithm_of, algorithms, response_limit
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on

@@ -20,7 +20,7 @@ from distflow.audit.audited_step.log_probs import (
 )
 from distflow.audit.check import Sample, Wrong, check, is_builtin
 from distflow.audit.model_forward import Ids, log_probs_of, logits_of, plainly
-from distflow.audit.record_calls_and_updates import (
+from distflow.audit.record_groups_and_updates import (
     NUM_FEW,
     OpenEngine,
     Stripe,

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from distflow.algorithms.mismatch_check import Tolerance, check_mismatch
 from distflow.data.batch import Batch, repeated
 from distflow.errors import TrustError
+from distflow.models.model_identity_and_weight_soundness import bit_hash, magnitudes, unsound
 from distflow.models.sharding import on_any_rank, own_part, whole
-from distflow.models.weight_fingerprint_and_soundness import bit_hash, magnitudes, unsound
 from distflow.observe.crash_safe_files import read_object
 from distflow.runtime.engines_and_services import Resources
 from distflow.runtime.sample_queue.protocol import Queued

@@ -22,7 +22,7 @@ from distflow.config.compose.setting_origins import (
 from distflow.config.compose.typed_values import Mismatch, flat, parse_value
 from distflow.config.compose.unknown_and_unused_keys import is_known, judge_settings, look_up, parents
 from distflow.config.derived_settings import CUSTOM, RunLimits, is_rl, may_have_critic, pipeline_name
-from distflow.config.extension_kinds import find_unregistered
+from distflow.config.extension_registries import find_unregistered
 from distflow.config.keys.schema import Config, flatten, group_names, schema_keys, show_value, with_values
 from distflow.config.migration.tables import NOT_GIVEN, as_override, find_names
 from distflow.config.rules import ACTOR, MODEL, ROLLOUT

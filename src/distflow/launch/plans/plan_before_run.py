@@ -125,7 +125,7 @@ class RunPlanner:
         loaded = load_config(self.preset, overrides, complete=False, trust_code=self.runs_code)
         if not self.runs_code:
             with placeholders(*_UNLOADED):
-                from distflow.launch.user_code_named_in_config import data_code, pipeline_code
+                from distflow.launch.user_code_trust_and_importability import data_code, pipeline_code
             if code := [*pipeline_code(loaded.config), *data_code(loaded.config)]:
                 named = f"{', '.join(code)}; `distflow plan` without --no-code imports it"
                 raise UserError(f"the plan would import Python code: {named}")
@@ -257,7 +257,7 @@ def bind_unloaded(config: Config) -> BoundPipeline:
     code of the user, with torch. Its functions must not be called."""
     with placeholders(*_UNLOADED):
         from distflow.launch.select_pipeline import bind
-        from distflow.launch.user_code_named_in_config import pipeline_code
+        from distflow.launch.user_code_trust_and_importability import pipeline_code
 
         if not pipeline_code(config):
             return bind(config)

@@ -21,7 +21,7 @@ from distflow.observe.run_reader import MetricsRecord
 from distflow.planning.known_models_and_devices import Device, ModelShape
 from distflow.planning.measured_rates import MeasuredSteps, Rates, fit, lengths_under, quantiles
 from distflow.planning.memory import PROCESS_BYTES, sizes_of, worker_memory
-from distflow.planning.plan import Layout, Plan, RankPlan, Sizes
+from distflow.planning.plan_of_ranks_and_layouts import Layout, Plan, RankPlan, Sizes
 from distflow.planning.predicted_run import Lengths, PredictedRun, RunFacts, StepTimes, share_of_device
 
 _MOST_STEPS, _MOST_FILES, _FEWEST = 100, 10, 2

@@ -28,7 +28,12 @@ from distflow.config.keys.dag import FIRST_POLICY
 from distflow.config.keys.schema import with_values
 from distflow.errors import UserError
 from distflow.launch.configured_models import copy_weights, load_policy, tokenizer_loader
-from distflow.launch.user_code_named_in_config import code_of_run, model_code, only_if_trusted, without_model_code
+from distflow.launch.user_code_trust_and_importability import (
+    code_of_run,
+    model_code,
+    only_if_trusted,
+    without_model_code,
+)
 from distflow.models.image_inputs import images_of
 from distflow.models.loading import quiet_transformers
 from distflow.models.lora import has_adapter, named_weights, unwrapped

@@ -21,10 +21,15 @@ from distflow.graph.fields import Axis
 from distflow.import_target import load_modules
 from distflow.launch.configured_models import copy_weights
 from distflow.launch.engine_factories_from_config import make_factories
-from distflow.launch.user_code_named_in_config import algorithm_code, model_code, only_if_trusted, without_model_code
+from distflow.launch.user_code_trust_and_importability import (
+    algorithm_code,
+    model_code,
+    only_if_trusted,
+    without_model_code,
+)
 from distflow.observe.crash_safe_files import read_object
 from distflow.pipelines.nodes.objectives_from_config import policy_objective, value_objective
-from distflow.planning.plan import RankPlan
+from distflow.planning.plan_of_ranks_and_layouts import RankPlan
 from distflow.runtime.engines_and_services import build_resources
 from distflow.training.engine import LossFn
 from distflow.training.torch_engine import TorchTrainEngine

@@ -42,7 +42,7 @@ _WITH_COLUMNS = ("series", "bars")
 
 _PARTS = (
     *("dom", "page_data", "summary_and_problems", "curves", "histograms_and_constants", "pipeline_graph", "timeline"),
-    *("idle_invoice", "domains", "reward_results", "samples", "config_and_events"),
+    *("idle_invoice", "domains", "response_remarks", "samples", "config_and_events"),
 )
 SCRIPTS = (*_PARTS, "report")
 POLICY_OF_SERVED_PAGES = (

@@ -35,8 +35,8 @@ from distflow.errors import UserError
 from distflow.graph import BoundNode, Node, NodeOutput, NodeRole, node, node_factory
 from distflow.graph.bind_to_config import bind_alone
 from distflow.import_target import is_ours, shown_name
-from distflow.pipelines.nodes.by_domain import algorithm_node, by_domain, columns_of, masks_samples
 from distflow.pipelines.nodes.rollout_reward_filter import num_needed
+from distflow.pipelines.nodes.settings_by_domain import algorithm_node, by_domain, columns_of, masks_samples
 from distflow.rewards.reward_results import RIGHT
 from distflow.runtime.compiled_node import NodeContext, compile_inputs
 from distflow.training.engine import Collective

@@ -21,8 +21,8 @@ from distflow.environments.tokens_between_turns import TurnTokens
 from distflow.environments.workflow_loading_and_builtins import Workflow, load_workflow, make_workflow, row_of
 from distflow.errors import UserError, users_place
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
-from distflow.pipelines.nodes.episode_requests import EpisodeRequests
 from distflow.pipelines.nodes.rollout_reward_filter import SAMPLED_FIELDS
+from distflow.pipelines.nodes.send_episode_requests import EpisodeRequests
 from distflow.rewards.pool.pool import GivenUp
 from distflow.rewards.reward_results import ACC, OF_WORKFLOW, Error, Score, in_episode, read_score
 from distflow.rewards.router import RewardOutcome, RewardRouter

@@ -22,7 +22,7 @@ from distflow.rollout.engine import GenerateRequest
 from distflow.rollout.servers.answer_checks import Answer, label_of, lie
 from distflow.rollout.servers.http_engine import SILENT_S, UNLIMITED, HttpEngine, ServerFailed
 from distflow.rollout.servers.server_process import write_model
-from distflow.rollout.servers.tensor_parallel_server import ServerGroup
+from distflow.rollout.servers.server_shared_by_workers import ServerGroup
 from distflow.rollout.stops_and_draws import sample_key
 
 LOWEST, BELOW = (0, 32), (0, 33)

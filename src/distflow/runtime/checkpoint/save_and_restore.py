@@ -12,8 +12,8 @@ from distflow.config.keys.schema import diff, schema_keys, show_value
 from distflow.data import global_random_states
 from distflow.data.batch import Batch
 from distflow.errors import UserError, allow_change_advice, resume_advice
-from distflow.models.weight_fingerprint_and_soundness import magnitudes, unsound
-from distflow.planning.plan import dp_groups_of
+from distflow.models.model_identity_and_weight_soundness import magnitudes, unsound
+from distflow.planning.plan_of_ranks_and_layouts import dp_groups_of
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint
 from distflow.runtime.checkpoint.files import CheckpointError, is_sharded, own_shards, shard_name

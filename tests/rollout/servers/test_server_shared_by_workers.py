@@ -18,7 +18,7 @@ from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers import http_engine
 from distflow.rollout.servers.answer_checks import label_of
 from distflow.rollout.servers.http_engine import HttpEngine
-from distflow.rollout.servers.tensor_parallel_server import ServerGroup, follower_of, version_of
+from distflow.rollout.servers.server_shared_by_workers import ServerGroup, follower_of, version_of
 from distflow.rollout.servers.vllm_engine import VllmEngine
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import DEADLINE_S, FIRST, make_model, request_of

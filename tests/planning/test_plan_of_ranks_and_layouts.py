@@ -8,7 +8,16 @@ import pytest
 
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole, Pipeline, PipelineError, node
-from distflow.planning.plan import Channel, Layout, Plan, RankPlan, Sizes, check_plan, plan_local, rank_plan
+from distflow.planning.plan_of_ranks_and_layouts import (
+    Channel,
+    Layout,
+    Plan,
+    RankPlan,
+    Sizes,
+    check_plan,
+    plan_local,
+    rank_plan,
+)
 
 
 class Groups:

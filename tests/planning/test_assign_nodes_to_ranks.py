@@ -14,9 +14,9 @@ from distflow.config.keys.schema import schema_keys
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole, NodeType, Pipeline, node
 from distflow.planning.allocation_expression import follow_allocation
+from distflow.planning.assign_nodes_to_ranks import plan_ray, share_devices
 from distflow.planning.independent_parts import pipeline_parts
-from distflow.planning.make_plan import plan_ray, share_devices
-from distflow.planning.plan import Layout, Plan, Sizes, check_plan, rank_plan
+from distflow.planning.plan_of_ranks_and_layouts import Layout, Plan, Sizes, check_plan, rank_plan
 from tests.planning.test_independent_parts import all_placements, broken_and_pieces
 from tests.planning.test_layout import group_of
 

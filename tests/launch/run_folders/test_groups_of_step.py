@@ -3,7 +3,7 @@
 import pytest
 
 from distflow.errors import UserError
-from distflow.launch.run_folders.step_lineage import step_lineage
+from distflow.launch.run_folders.groups_of_step import step_lineage
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.data_plan import DataPlan, place
 from distflow.scheduling.ledger import Ledger, LedgerError

@@ -13,7 +13,7 @@ from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.planning.allocation_expression import KEY, Allocation, check_agreement, parse_allocation
 from distflow.planning.independent_parts import Part, apportion, pipeline_parts, priority
-from distflow.planning.plan import (
+from distflow.planning.plan_of_ranks_and_layouts import (
     Layout,
     Plan,
     RankPlan,
