@@ -227,7 +227,7 @@ class PredictedRun:
         does = "" if self.fits else ": it may not fit, and `distflow plan` names a change that does"
         return (
             f"plan: at most {worst.peak / 1e9:.2f} of {self.device.memory / 1e9:.0f} GB on each {self.device.name} "
-            f"(in '{worst.peak_phase}', {worst.largest.what} of the {worst.largest.role} most)"
+            f"(in the phase '{worst.peak_phase}', mostly {worst.largest.what} of the {worst.largest.role})"
             f"{run}{does}"
         )
 
@@ -236,7 +236,7 @@ def _duration(seconds: float) -> str:
     for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.2g} s"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 @dataclass(frozen=True)
