@@ -10,8 +10,8 @@ function showTimeline() {
   const groups = data.timelines.flatMap((line) => line.lanes).filter((lane) => lane.kind === "group");
   stalest = Math.max(1, ...groups.flatMap((lane) => lane.spans.map((span) => span[3] ?? 0)));
   const buttons = data.timelines.map((line) => {
-    const which = line.first === line.last ? line.first : `${line.first} to ${line.last}`;
-    const button = el("button", { type: "button", "aria-pressed": "false", onclick: () => choose(line, button) }, `${line.why}: ${which}, ${seconds(line.seconds)}`);
+    const which = line.first === null ? "" : line.first === line.last ? `: ${line.first}` : `: ${line.first} to ${line.last}`;
+    const button = el("button", { type: "button", "aria-pressed": "false", onclick: () => choose(line, button) }, `${line.why}${which}, ${seconds(line.seconds)}`);
     return button;
   });
   let chosen = data.timelines[0];
@@ -56,6 +56,11 @@ function legend(line) {
     .map((steps) => swatch(staleColor(steps), steps === 0 ? "fresh" : `${steps} step${steps > 1 ? "s" : ""} stale`));
   if (groups.some((span) => span[3] === null && span[2] === "complete")) swatches.push(swatch("var(--early)", "queued"));
   if (groups.some((span) => span[2] !== "complete")) swatches.push(swatch("var(--bad)", "dropped"));
+  if (!groups.length) { // else their colours would be taken for those of the groups
+    for (const lane of line.lanes.filter((lane) => lane.kind === "phase")) {
+      for (const what of new Set(lane.spans.map((span) => span[2]))) swatches.push(swatch(spanColor(lane, what), what));
+    }
+  }
   if (line.synced.length) swatches.push(swatch("var(--accent)", "weight sync"));
   if (line.paused.length) swatches.push(swatch("var(--wait)", "validation"));
   return swatches;
