@@ -69,7 +69,7 @@ function legend(line) {
 function drawLane(lane, line, width) {
   const rows = lane.kind === "phase" ? [lane.spans] : packed(lane.spans); // phases of one thread lie within one another
   const isThin = rows.length > 4;
-  const rowHeight = isThin ? Math.max(Math.min(MAX_GROUPS_HEIGHT / rows.length, 6), 1.5) : LANE;
+  const rowHeight = isThin ? Math.max(Math.min(MAX_GROUPS_HEIGHT / rows.length, 6), 0.5) : LANE;
   const height = Math.ceil(rows.length * rowHeight);
   const x = (t) => (t / line.seconds) * width;
   const bar = (from, to, row, fill, rest = {}) => svg("rect", {
@@ -79,8 +79,9 @@ function drawLane(lane, line, width) {
     const box = svg("g", {}, svg("title", {}, describeSpan(lane, what, level, end - start, until === null ? 0 : until - end)));
     if (until !== null && until > end) box.append(bar(end, until, r, fill, { "fill-opacity": 0.3 }));
     if (end > start) box.append(bar(start, end, r, fill));
-    const label = lane.kind === "decode" ? `version ${level}` : `${what} ${seconds(end - start)}`;
-    if (!isThin && x(end) - x(start) > label.length * 6.6 + 10) box.append(svg("text", { class: lane.kind, x: x(start) + 6, y: r * rowHeight + 15 }, label));
+    const labels = lane.kind === "decode" ? [`version ${level}`] : [`${what} ${seconds(end - start)}`, what];
+    const label = isThin ? "" : labels.find((text) => x(end) - x(start) > text.length * 6.6 + 10);
+    if (label) box.append(svg("text", { class: lane.kind, x: x(start) + 6, y: r * rowHeight + 15 }, label));
     return box;
   }));
   const said = lane.spans.slice(0, 12).map(([start, end, what, level]) => describeSpan(lane, what, level, end - start, 0)).join(", ");
