@@ -96,6 +96,14 @@ def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}{ending}"
 
 
+def duration_text(seconds: float) -> str:
+    """`48 s`, `3.8 minutes`."""
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name that was probably meant, ignoring case; empty if none is similar enough."""
     by_lower = {other.lower(): other for other in known}

@@ -180,7 +180,8 @@ def test_the_newest_run_of_the_folder_is_meant(
     [
         (("run", "9"), "no step 9: it has steps 1 to 2"),
         (("no/such/run", "1"), "there is no folder no/such/run"),
-        (("empty", "1"), "empty is not a run's folder"),
+        (("empty", "1"), "empty is not a run's folder: it has no file events.jsonl"),
+        ((".", "1"), "is not a run's folder, but contains runs: name run, for example"),
     ],
 )
 def test_a_mistake_is_one_message_and_status_2(

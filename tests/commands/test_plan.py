@@ -106,7 +106,7 @@ def test_text_json_and_page_say_the_same(tmp_path: Path, capsys: pytest.CaptureF
     html = page.read_text()
     assert '<h1>grpo_training_pipeline <span class="pill good">fits</span></h1>' in html
     embedded = json.loads(html.split('id="data">')[1].split("</script>")[0])
-    assert [worker["title"] for worker in embedded["memory"]] == ["4 ranks from 0", "4 ranks from 4"]
+    assert [worker["title"] for worker in embedded["memory"]] == ["ranks 0 to 3", "ranks 4 to 7"]
     assert {"rollout_actor"} < {dep for node in embedded["pipeline"] for dep in node["deps"]}  # which are its arrows
     assert embedded["timelines"][0]["seconds"] == plan["step"]["seconds"]
     assert "src=" not in html and "$" not in html.split("</style>")[1].split("<script")[0]

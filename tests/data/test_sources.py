@@ -163,6 +163,7 @@ def test_a_hub_id_that_cannot_be_reached_is_the_users_error(monkeypatch):
         ([], "no rows in an empty list"),
         ("{folder}/other.jsonl", "the column 'prompt' (data.prompt_key); did you mean 'promt'?"),
         ("{folder}/no_answer.jsonl", "the column 'answer' (data.answer_key); did you mean 'anwser'?"),
+        ("{folder}/far.jsonl", "the column 'prompt' (data.prompt_key); columns: body, uid; set data.prompt_key to one"),
     ],
 )
 def test_sources_that_cannot_be_read(tmp_path, source, said):
@@ -178,6 +179,7 @@ def test_sources_that_cannot_be_read(tmp_path, source, said):
     (tmp_path / "blank.jsonl").write_text("\n  \n")
     (tmp_path / "header.csv").write_text("prompt,answer\n")
     write_jsonl(tmp_path / "other.jsonl", [{"promt": "a", "answer": "1"}])
+    write_jsonl(tmp_path / "far.jsonl", [{"body": "a", "uid": "1"}])
     write_jsonl(tmp_path / "no_answer.jsonl", [{"prompt": "a", "anwser": "1"}])
     source = source.format(folder=tmp_path) if isinstance(source, str) else source
     assert said.format(folder=tmp_path) in message(source, run_folder=tmp_path / "run")

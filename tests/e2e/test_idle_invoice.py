@@ -91,7 +91,7 @@ def test_a_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check(run.folder, "idle", "reward", STEPS * SLEEP)
     assert main(["why", str(run.folder), "2"]) == 0
     said = capsys.readouterr().out
-    assert "\nidle <-   " in said and "reward" in said.partition("idle <-")[2].splitlines()[0]
+    assert "reward" in said.partition("\nidle      ")[2].splitlines()[0]
     assert main(["why", str(run.folder), "2", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["step"] == 2 and len(told["groups"]) == 4 and len(told["groups"][0]["scores"]) == 4

@@ -387,10 +387,10 @@ class Auditor:
         if since := self._schedule.is_behind(step):
             run.inputs.recorder.note(
                 "info",
-                f"audits are behind: the last was {since} steps ago, and trust.audit_freq={self._schedule.frequency} "
-                f"asks for one in as many. Audits may take {SHARES[Depth.AUDIT]:.2%} of the run's time, and all "
-                f"checks together {IN_ALL:.0%}, so an audit waits until it fits. Short checks of the other steps "
-                "continue; trust.audit_freq=1 audits every step, independent of the cost",
+                f"audits are behind: the last was {since} steps ago, but trust.audit_freq={self._schedule.frequency} "
+                f"asks for one in {self._schedule.frequency} steps. Audits may take {SHARES[Depth.AUDIT]:.2%} of the "
+                f"run's time, and all checks together {IN_ALL:.0%}, so an audit waits until it fits. Short checks of "
+                "the other steps continue; trust.audit_freq=1 audits every step, independent of the cost",
             )
 
     def _check(self, checks: Sequence[Check], seen: object, what: str = "") -> dict[str, str | None]:

@@ -64,8 +64,15 @@ def find_run(run_dir: str | None) -> Path:
     if not found.is_dir():
         raise UserError(f"there is no folder {found}: name the run's folder")
     if not any((found / name).exists() for name in ("events.jsonl", "run.json", "metrics.jsonl", LEDGER)):
-        raise UserError(f"{found} is not a run's folder: it has no file events.jsonl; if a run is starting, try later")
+        raise not_a_run(found)
     return found
+
+
+def not_a_run(folder: Path) -> UserError:
+    """The error for a folder without a run's files; if runs are right below it, their folder was probably meant."""
+    if below := sorted(file.parent.name for file in folder.glob("*/events.jsonl")):
+        return UserError(f"{folder} is not a run's folder, but contains runs: name {folder / below[-1]}, for example")
+    return UserError(f"{folder} is not a run's folder: it has no file events.jsonl; if a run is starting, try later")
 
 
 def newest_run() -> Path | None:

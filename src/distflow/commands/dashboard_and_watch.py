@@ -60,7 +60,7 @@ PAGES = (
     Page("step", "Step", "What happened in this step?", "s"),
     Page("samples", "Samples", "What does it write?", "a"),
     Page("sample", "Sample", "Why this reward?", "e"),
-    Page("time", "Time", "Where do the GPU seconds go?", "t"),
+    Page("time", "Time", "Where does the time of the devices go?", "t"),
     Page("trust", "Trust", "Can I believe it?", "u"),
     Page("compare", "Compare", "What differs?", "c", "several"),
     Page("sql", "SQL", "Anything else?", "q", "several"),

@@ -400,13 +400,22 @@ def _what_if(run: OpenRun, query: Query) -> dict[str, Any]:
 def _trust(run: OpenRun, query: Query) -> dict[str, Any]:
     pages = run.pages()
     found = doctor.problems(pages, pages.examination, writer_of(run.run_dir) is not None)
-    audits = [{"of": "", **{str(key): _listed(value) for key, value in each.items()}} for each in audited(pages.events)]
+    audits = [
+        {"audit of": _audited_part(each), **{name: _listed(each.get(name, [])) for name in ("proven", "unproven")}}
+        for each in audited(pages.events)
+    ]
     return {
         "findings": [each._asdict() for each in found],
         "clean": pages.examination.clean,
         "lacking": pages.examination.lacking,
         "audits": audits,
     }
+
+
+def _audited_part(fields: Mapping[str, object]) -> str:
+    """`step 13`, or `validation after step 10`."""
+    part, step = fields.get("of", "step"), fields.get("step")
+    return str(part) if step is None else f"step {step}" if part == "step" else f"{part} after step {step}"
 
 
 def _listed(value: object) -> str:

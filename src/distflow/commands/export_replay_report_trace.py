@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from distflow.commands.arguments_and_run_folders import add_trust_argument
-from distflow.errors import UserError
+from distflow.commands.arguments_and_run_folders import add_trust_argument, not_a_run
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +43,7 @@ def run_report(arguments: argparse.Namespace) -> int:
 
     run_dir = Path(arguments.run_dir)
     if run_dir.is_dir() and not (run_dir / "events.jsonl").is_file():
-        raise UserError(f"{run_dir} is not a run's folder: it has no file events.jsonl")
+        raise not_a_run(run_dir)
     print(f"report: {write_report(run_dir)}")
     return 0
 

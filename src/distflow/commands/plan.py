@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distflow.commands.arguments_and_run_folders import a_time, add_preset_arguments, at_least
-from distflow.errors import UserError, count_of
+from distflow.errors import UserError, count_of, duration_text
 from distflow.observe.crash_safe_files import write_atomically
 from distflow.observe.report.build import fill
 from distflow.observe.report.graph_and_timelines import drawn_nodes
@@ -152,7 +152,7 @@ def _memory(planner: "RunPlanner") -> Iterator[str]:
     run = planner.run
     for worker in run.workers:
         share = worker.peak / run.device.memory
-        fullest = f"{_bytes(worker.peak)} in '{worker.peak_phase}', {share:.0%} of a {run.device.name}"
+        fullest = f"{_bytes(worker.peak)} in '{worker.peak_phase}', {share:.0%} of each {run.device.name}"
         yield f"\nmemory of {_ranks(worker.ranks)}: {fullest}"
         for item in sorted(worker.items, key=lambda item: -item.num_bytes):
             where = ", in host memory" if item.on_host else ""
@@ -173,7 +173,7 @@ def _whole_run(planner: "RunPlanner") -> Iterator[str]:
     money = "" if run.cost is None else f", costs {run.cost:,.2f} (cost.gpu_hour={run.config.cost.gpu_hour:g})"
     yield (
         f"the run: {count_of(run.steps, 'step')}, {run.steps * run.step_tokens / 1e6:,.1f} million tokens, "
-        f"{run.hours:.3g} hours{money}"
+        f"{duration_text(3600 * run.hours)}{money}"
     )
 
 
@@ -248,8 +248,8 @@ def _page_data(plan: Mapping[str, Any]) -> dict[str, Any]:
         *([("simulated step", f"{plan['simulated']['step_seconds']:.3g} s")] if plan["simulated"] else []),
         ("tokens of a step", f"{step['tokens']:,.0f}"),
         ("steps", "unknown" if run["steps"] is None else f"{run['steps']:,}"),
-        ("hours", "unknown" if run["hours"] is None else f"{run['hours']:.3g}"),
-        *([("cost", f"{run['cost']:,.2f}")] if run["cost"] is not None else []),
+        ("time of the run", "unknown" if run["hours"] is None else duration_text(3600 * run["hours"])),
+        *([("cost (by cost.gpu_hour)", f"{run['cost']:,.2f}")] if run["cost"] is not None else []),
     ]
     timed = [bar["what"] for bar in step["bars"] if not bar["why"]]
     return {
@@ -272,7 +272,7 @@ def _timeline(step: Mapping[str, Any]) -> dict[str, Any]:
         lanes.setdefault((kind, f"{name} waits for" if bar["why"] else name), []).append(span)
     drawn = [{"name": name, "kind": kind, "spans": spans} for (kind, name), spans in lanes.items()]
     rest = {"steps": [], "synced": [], "paused": [], "notes": ["Predicted, not measured."]}
-    return {"first": 1, "last": 1, "why": "a step", "seconds": step["seconds"], "lanes": drawn, **rest}
+    return {"first": None, "last": None, "why": "a step", "seconds": step["seconds"], "lanes": drawn, **rest}
 
 
 def _memory_bars(worker: Mapping[str, Any], device: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,6 +283,6 @@ def _memory_bars(worker: Mapping[str, Any], device: Mapping[str, Any]) -> dict[s
         own = parts.setdefault(f"{item['role']} {item['what']}", [0.0] * len(phases))
         for place, phase in enumerate(phases):
             own[place] += item["num_bytes"] * (phase in item["phases"])
-    title = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks from {ranks[0]}"
+    title = _ranks(ranks)
     named = [{"name": name, "bytes": values} for name, values in parts.items()]
     return {"title": title, "room": device["memory"], "phases": phases, "parts": named}

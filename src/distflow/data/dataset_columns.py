@@ -223,6 +223,8 @@ def _missing_column(key: str, name: str, columns: Columns, source: str, seen: se
         meant = f", nor one of conversations, '{columns.messages}' (data.messages_key){meant}"
     shown = ", ".join(sorted(seen)[:100]) or "none"
     message = f"no row of {source} has the column '{name}' ({key}){meant}; columns: {shown}"
+    if seen and not meant:
+        message += f"; set {key} to one of them"
     if key == "data.answer_key" and not meant:
         message += "; without answers, use your own reward function: custom_reward_function.path=my_reward.py"
     return message

@@ -26,7 +26,7 @@ from distflow.config.derived_settings import (
     optimizer_steps_a_step,
     run_steps,
 )
-from distflow.errors import UserError, count_of
+from distflow.errors import UserError, count_of, duration_text
 from distflow.graph import BoundNode, BoundPipeline
 from distflow.graph.contract_from_signature import canonical
 from distflow.graph.fields import TOKEN_AXES, Axis, Field
@@ -223,7 +223,7 @@ class PredictedRun:
         item, usable = worst.largest(phase), worst.usable(phase, self.device.memory)
         server = ", which its server takes when it starts" if item.in_server else ""
         return (
-            f"rank {worst.ranks[0]} needs {worst.bytes_in(phase) / 1e9:.1f} GB in the phase '{phase}', and a "
+            f"rank {worst.ranks[0]} needs {worst.bytes_in(phase) / 1e9:.1f} GB in the phase '{phase}', and each "
             f"{self.device.name} has {usable / 1e9:.1f} GB to use: most of it is "
             f"{item.what} of the {item.role} ({item.num_bytes / 1e9:.1f} GB{server})"
         )
@@ -233,20 +233,13 @@ class PredictedRun:
         worst, run = self.fullest, ""
         largest = worst.largest(worst.peak_phase)
         if self.hours is not None and self.steps is not None:
-            run = f", {count_of(self.steps, 'step')} about {_duration(self.hours * 3600)}"
+            run = f", {count_of(self.steps, 'step')} about {duration_text(self.hours * 3600)}"
         does = "" if self.fits else ": it may not fit, and `distflow plan` names a change that does"
         return (
             f"plan: at most {worst.peak / 1e9:.2f} of {self.device.memory / 1e9:.0f} GB on each {self.device.name} "
-            f"(in '{worst.peak_phase}', {largest.what} of the {largest.role} most)"
+            f"(in the phase '{worst.peak_phase}', mostly {largest.what} of the {largest.role})"
             f"{run}{does}"
         )
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.2g} s"
 
 
 @dataclass(frozen=True)

@@ -363,9 +363,9 @@ def test_why_the_report_and_sql_show_it(tmp_path: Path, capsys: pytest.CaptureFi
     )
     found = read_charges(tmp_path / "run", 2)
     assert invoice_lines(found, 7200) == [
-        "time      busy 50.0: train_step 40.0, generate 10.0",
-        "          in % of 1 device x 10.0 s",
-        "idle <-   50.0: reward 50.0 | unknown 0.0",
+        "time      in % of 1 device x 10.0 s",
+        "          busy 50.0: train_step 40.0, generate 10.0",
+        "idle      50.0, waiting for reward 50.0 | unknown 0.0",
         "costs     20.00, of it 10.00 idle (cost.gpu_hour=7200)",
     ]
     data = invoice_json(read_charges(tmp_path / "run"))

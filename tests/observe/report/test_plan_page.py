@@ -28,5 +28,17 @@ def test_it_draws_and_asks_for_nothing(tmp_path: Path, browser: Any, theme: str)
     drawn = "[...document.querySelectorAll('{0} rect')].filter((each) => each.getBoundingClientRect().width > 1).length"
     assert browser.script(drawn.format("#memory")) >= 2 * 5  # both kinds of workers in each phase
     assert browser.script(drawn.format("#timeline")) >= 4
+    named = browser.script("document.querySelector('#timeline .legend').textContent")
+    assert "actor_train" in named and "generate" in named  # a bar may be too narrow for its name
     nodes = browser.script("document.querySelector('#pipeline svg').textContent")
     assert "rollout_actor" in nodes and "actor_train" in nodes
+
+
+def test_each_part_of_the_memory_has_a_color_of_its_own(tmp_path: Path, browser: Any) -> None:
+    page = tmp_path / "plan.html"
+    words = ["grpo", "actor_rollout_ref.model.path=qwen2.5-7b", "--device", "h100", "trainer.total_training_steps=1"]
+    assert main(["plan", *words, "--html", str(page)]) == 2  # it does not fit
+    browser.open(page.as_uri())
+    bars = "[...document.querySelector('#memory svg').querySelectorAll('rect')]"
+    colors = browser.script(f"{bars}.map((each) => each.getAttribute('fill'))")
+    assert len(colors) > 12 and len(set(colors)) == len(colors)

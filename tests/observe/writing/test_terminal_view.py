@@ -319,7 +319,7 @@ def test_a_step_that_lasts_is_seen_in_plain_lines_too() -> None:
     view.note("info", "saved")
     with phases("save"), phases("audit"):
         now[0] += 70
-    assert out.getvalue().splitlines() == ["step 1/9  train_step begins after 0:40", "saved"]
+    assert out.getvalue().splitlines() == ["step 1/9  train_step begins 0:40 after the start", "saved"]
 
 
 def test_a_view_that_draws_keeps_nobody_who_tells_of_the_queue() -> None:

@@ -487,10 +487,10 @@ def invoice_lines(found: Sequence[Charge], price: float | None = None) -> list[s
 
     each = {kind: 100 * sum(causes.values()) / total for kind, causes in totals.items()}
     shown = [f"{kind} {each[kind]:.1f}: {listed(kind)}" for kind in ("busy", "overhead", "down") if each[kind] >= 0.05]
-    lines = [f"time      {' | '.join(shown)}"]
-    lines.append(f"          in % of {count_of(num_devices, 'device')} x {total / num_devices:.1f} s")
-    idle = [text for text in (listed("idle"), f"unknown {each[UNKNOWN]:.1f}") if text]
-    lines.append(f"idle <-   {each['idle']:.1f}: {' | '.join(idle)}")
+    lines = [f"time      in % of {count_of(num_devices, 'device')} x {total / num_devices:.1f} s"]
+    lines.append(f"          {' | '.join(shown)}")
+    waits = f", waiting for {listed('idle')}" if listed("idle") else ""
+    lines.append(f"idle      {each['idle']:.1f}{waits} | unknown {each[UNKNOWN]:.1f}")
     if price is not None:
         lost = sum(sum(totals[kind].values()) for kind in ("idle", "down", UNKNOWN))
         lines.append(

@@ -185,8 +185,8 @@ def problems(groups: Sequence[EventGroup], steps: Steps) -> Finding:
 
 
 def audited(events: Sequence[Event]) -> list[Mapping[str, JSON]]:
-    """The fields of audits, without those of rolled-back steps."""
-    return [event.fields for event in events if event.kind == "audit" and not event.rolled_back]
+    """The fields of audits, with their steps, without those of rolled-back steps."""
+    return [{"step": event.step, **event.fields} for event in events if event.kind == "audit" and not event.rolled_back]
 
 
 def describe_audits(events: Sequence[Event]) -> Finding:

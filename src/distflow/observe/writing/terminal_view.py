@@ -141,7 +141,7 @@ class TerminalView:
             begins = name not in ("", "other") and not seconds
             if self._live is None and begins and now - self._written_at >= _PLAIN_PHASE_AFTER_S:
                 so_far = duration(now - panel.started)
-                self._write(f"step {panel.step + 1}/{panel.total_steps}  {panel.phase} begins after {so_far}")
+                self._write(f"step {panel.step + 1}/{panel.total_steps}  {panel.phase} begins {so_far} after the start")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take the metrics of a finished step; several calls for one step are merged."""

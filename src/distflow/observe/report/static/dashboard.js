@@ -73,7 +73,7 @@ function showRuns() {
       ...(found.runs.length ? [table("Runs", [["", (row) => pick(row.run)], ["run", (row) => el("a", { class: "rowlink", href: address("overview", { run: row.run }) }, inert(row.run))],
         ["state", (row) => row.state], ["step", (row) => row.total ? `${row.step} of ${row.total}` : row.step],
         ...["reward", "accuracy", "loss"].filter((name) => found.runs.some((row) => row[name] !== null)).map((name) => [name, (row) => lastAndBest(row[name], row.best[name])]),
-        ["", (row) => sparkline(row.rewards)], ["to the baseline", (row) => el("span", {}, change(row), " ", baseline(row.run))],
+        ["reward by step", (row) => sparkline(row.rewards)], ["to the baseline", (row) => el("span", {}, change(row), " ", baseline(row.run))],
         ["idle", (row) => row.idle === null ? "" : percent(row.idle)], ["tokens/s", (row) => row.speed], ["problems", (row) => row.problems || ""],
         ["written", (row) => new Date(1000 * row.written).toISOString().slice(5, 16).replace("T", " ")]], found.runs)] : []),
       el("nav", { class: "pages" }, ...(page ? [turn("← newer", page - 1)] : []), ...((page + 1) * found.of_page < found.total ? [turn("older →", page + 1)] : [])));
@@ -199,7 +199,7 @@ function showSample() {
   });
 }
 
-// Where do the GPU seconds go?
+// Where does the time of the devices go?
 function whatIf() {
   const place = el("div", {});
   const box = el("input", { name: "change", type: "search", placeholder: "staleness+1, rewards*2, key=value" });
@@ -224,7 +224,7 @@ function showTime() {
   const refresh = () => {
     const drawn = readCurves("time");
     load("waits", {}, (found) => measured.replaceChildren(el("p", { class: "choices" }, traceLink("Chrome trace of the last steps")),
-      ...plainTable(found.waits.length ? "Who waits for whom, in seconds" : "No wait was recorded", found.waits),
+      ...plainTable(found.waits.length ? "Who waits for whom, in seconds, summed over what waits at the same time" : "No wait was recorded", found.waits),
       ...plainTable(found.phases.length ? "Seconds of a step: predicted and measured (medians)" : "plan.json has no prediction", found.phases)));
     return drawn;
   };
@@ -259,7 +259,7 @@ function showComparison() {
     const percent = (row) => row.a && row.difference !== null ? `${signed((100 * row.difference) / Math.abs(row.a))} %` : "";
     const words = { true: "yes, in this pair", false: "no", null: "too few steps" };
     const changed = found.config.map((row) => ({ key: row.key, [a]: `${row.a} (${row.a_source})`, [b]: `${row.b} (${row.b_source})` }));
-    own.replaceChildren(el("p", { class: "filters" }, other), el("p", { class: "lead" }, inert(`First difference: ${found.first_difference}.`)),
+    own.replaceChildren(el("p", { class: "filters" }, other), el("p", { class: "lead" }, inert(`First difference (A is ${a}, B is ${b}): ${found.first_difference}.`)),
       ...plainTable(`${plural(changed.length, "key")} of the config differ${changed.length === 1 ? "s" : ""}`, changed),
       facts([["same", found.same.join(", ") || "nothing known"], ["different", found.different.join(", ") || "nothing known"],
         [`findings only in ${a}`, found.findings.only_a.join(", ") || "none"], [`findings only in ${b}`, found.findings.only_b.join(", ") || "none"]]),

@@ -10,8 +10,8 @@ function showTimeline() {
   const groups = data.timelines.flatMap((line) => line.lanes).filter((lane) => lane.kind === "group");
   stalest = Math.max(1, ...groups.flatMap((lane) => lane.spans.map((span) => span[3] ?? 0)));
   const buttons = data.timelines.map((line) => {
-    const which = line.first === line.last ? line.first : `${line.first} to ${line.last}`;
-    const button = el("button", { type: "button", "aria-pressed": "false", onclick: () => choose(line, button) }, `${line.why}: ${which}, ${seconds(line.seconds)}`);
+    const which = line.first === null ? "" : line.first === line.last ? `: ${line.first}` : `: ${line.first} to ${line.last}`;
+    const button = el("button", { type: "button", "aria-pressed": "false", onclick: () => choose(line, button) }, `${line.why}${which}, ${seconds(line.seconds)}`);
     return button;
   });
   let chosen = data.timelines[0];
@@ -56,6 +56,11 @@ function legend(line) {
     .map((steps) => swatch(staleColor(steps), steps === 0 ? "fresh" : `${steps} step${steps > 1 ? "s" : ""} stale`));
   if (groups.some((span) => span[3] === null && span[2] === "complete")) swatches.push(swatch("var(--early)", "queued"));
   if (groups.some((span) => span[2] !== "complete")) swatches.push(swatch("var(--bad)", "dropped"));
+  if (!groups.length) { // else their colours would be taken for those of the groups
+    for (const lane of line.lanes.filter((lane) => lane.kind === "phase")) {
+      for (const what of new Set(lane.spans.map((span) => span[2]))) swatches.push(swatch(spanColor(lane, what), what));
+    }
+  }
   if (line.synced.length) swatches.push(swatch("var(--accent)", "weight sync"));
   if (line.paused.length) swatches.push(swatch("var(--wait)", "validation"));
   return swatches;
@@ -64,7 +69,7 @@ function legend(line) {
 function drawLane(lane, line, width) {
   const rows = lane.kind === "phase" ? [lane.spans] : packed(lane.spans); // phases of one thread lie within one another
   const isThin = rows.length > 4;
-  const rowHeight = isThin ? Math.max(Math.min(MAX_GROUPS_HEIGHT / rows.length, 6), 1.5) : LANE;
+  const rowHeight = isThin ? Math.max(Math.min(MAX_GROUPS_HEIGHT / rows.length, 6), 0.5) : LANE;
   const height = Math.ceil(rows.length * rowHeight);
   const x = (t) => (t / line.seconds) * width;
   const bar = (from, to, row, fill, rest = {}) => svg("rect", {
@@ -74,8 +79,9 @@ function drawLane(lane, line, width) {
     const box = svg("g", {}, svg("title", {}, describeSpan(lane, what, level, end - start, until === null ? 0 : until - end)));
     if (until !== null && until > end) box.append(bar(end, until, r, fill, { "fill-opacity": 0.3 }));
     if (end > start) box.append(bar(start, end, r, fill));
-    const label = lane.kind === "decode" ? `version ${level}` : `${what} ${seconds(end - start)}`;
-    if (!isThin && x(end) - x(start) > label.length * 6.6 + 10) box.append(svg("text", { class: lane.kind, x: x(start) + 6, y: r * rowHeight + 15 }, label));
+    const labels = lane.kind === "decode" ? [`version ${level}`] : [`${what} ${seconds(end - start)}`, what];
+    const label = isThin ? "" : labels.find((text) => x(end) - x(start) > text.length * 6.6 + 10);
+    if (label) box.append(svg("text", { class: lane.kind, x: x(start) + 6, y: r * rowHeight + 15 }, label));
     return box;
   }));
   const said = lane.spans.slice(0, 12).map(([start, end, what, level]) => describeSpan(lane, what, level, end - start, 0)).join(", ");
