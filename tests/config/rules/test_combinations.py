@@ -1,12 +1,14 @@
 """The table of combinations: what its rows name exists, and a problem names the first key of several that fits."""
 
 import re
+from dataclasses import fields
 
 import pytest
 
 from distflow.config import Config, ConfigError, flatten, load_config
-from distflow.config.migration.tables import expand
-from distflow.config.rules.combinations import _CONDITION, _FACTS, _rules
+from distflow.config.keys.schema import schema_keys
+from distflow.config.migration.tables import constant, expand
+from distflow.config.rules.combinations import _BUILT_IN, _CONDITION, _FACTS, _rules
 
 GOOD = ("data.train_files=train.jsonl", "actor_rollout_ref.model.path=model")
 WITHOUT_KEY = {"key", "default", "pipeline", "head"}
@@ -25,6 +27,22 @@ def test_rows_name_keys_and_facts_that_exist(table):
         for text in (rule["what"], rule["advice"]):
             assert {*re.findall(r"\{([\w.]+)\}", text)} <= {*keys, *WITHOUT_KEY}, text
             assert not re.search("EACH|TEXT", text), text
+
+
+@pytest.mark.parametrize("table", ["algorithm", "run"])
+def test_rows_name_values_that_exist(table):
+    """A misspelt one would never hold."""
+    for rule in _rules(table, tuple(flatten(Config()))):
+        for condition in (*rule["when"], *rule.get("if", ())):
+            keys, verb, wanted = found.groups() if (found := _CONDITION.fullmatch(condition)) else ("", None, "")
+            for key in expand(keys) if verb in ("is", "is not") else ():
+                info, built_in = schema_keys()[key], _BUILT_IN.get(key, {})
+                known = {"set", "default", *info.spec.choices, *built_in} | ({"built-in"} if built_in else set())
+                known |= {
+                    each.name for entry in built_in.values() for each in fields(entry) if isinstance(each.default, bool)
+                }
+                for word in wanted.split(" or ") if info.spec.choices or built_in else ():
+                    assert word in known or not isinstance(constant(word), str), condition
 
 
 def problems_of(*overrides):
