@@ -47,7 +47,7 @@ TABLES_OF_OPTIONS = (
 )
 """Where parameters of functions are columns, config keys, a call's options by name, those of another package, or
 operands of a kernel."""
-DEBTS = {"lines": 90_339, "broad excepts": 28, "functions of more than 7 parameters": 2}
+DEBTS = {"lines": 90_339, "lines of config": 5_640, "broad excepts": 28, "functions of more than 7 parameters": 2}
 """What may only become less: 54,400 lines, 4,000 of the audit, 4,600 of what the three systems have besides, 3,400 of
 the first hour, 5,100 of engines in servers and devices, 7,000 of episodes, 3,050 of plans, 3,300 of images and acting,
 4,100 of questions to runs and the dashboard; a broad except in three thousand lines."""
@@ -139,7 +139,8 @@ def num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def test_debts_only_shrink() -> None:
-    texts = [path.read_text() for path in modules().values()]
+    texts_by_module = {module: path.read_text() for module, path in modules().items()}
+    texts = [*texts_by_module.values()]
     functions = [
         node
         for module, path in modules().items()
@@ -149,6 +150,9 @@ def test_debts_only_shrink() -> None:
     assert len(texts) <= MOST_MODULES
     figures = {
         "lines": sum(len(text.splitlines()) for text in texts),
+        "lines of config": sum(
+            len(text.splitlines()) for module, text in texts_by_module.items() if room_of(module) == "config"
+        ),
         "broad excepts": sum(len(re.findall(r"except (?:Exception|BaseException)\b", text)) for text in texts),
         "functions of more than 7 parameters": sum(num_parameters(function) > 7 for function in functions),
     }
