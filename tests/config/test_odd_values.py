@@ -11,6 +11,7 @@ from distflow.config import ConfigError, config_from_dict, load_config
 from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
 from distflow.config.compose.typed_values import nested
 from distflow.config.keys.schema import schema_keys
+from tests.sparse_params import BY_HAND, one_fast_in
 
 ODD = (None, "nonsense", 0, -1, 2**63 - 1, 10**400, [], {"a": {}})
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -45,7 +46,7 @@ def refused(values: Mapping[str, object]) -> ConfigError | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("around", one_fast_in(3, AROUND.values(), others=BY_HAND), ids=AROUND)
 def test_every_key_takes_odd_values_or_is_named(around: dict[str, object]) -> None:
     for key in schema_keys():
         for value in wrong_values(key):

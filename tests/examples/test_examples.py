@@ -112,13 +112,14 @@ def rewards(run_dir: Path, *command: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["multi_turn", "any_agent", "two_agents"])
+@pytest.mark.parametrize("name", ["multi_turn", pytest.param("any_agent", marks=pytest.mark.by_hand), "two_agents"])
 def test_the_agents_learn(name: str, tmp_path: Path) -> None:
     found = rewards(tmp_path / "run", "train", f"examples/{name}.yaml", "trainer.total_training_steps=40")
     assert sum(found[:3]) / 3 < 0.2 and sum(found[-3:]) / 3 > 0.45, found
 
 
 @pytest.mark.slow
+@pytest.mark.by_hand
 def test_the_model_learns_to_use_a_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "runs" / "tool_use"
     with monkeypatch.context() as elsewhere:
@@ -191,6 +192,7 @@ def rewards_after_sft(
 
 
 @pytest.mark.slow
+@pytest.mark.by_hand
 def test_the_model_learns_to_name_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = rewards_after_sft("images", tmp_path, monkeypatch)
     assert sum(found[:3]) / 3 < 0.4 and sum(found[-3:]) / 3 > 0.7, found
