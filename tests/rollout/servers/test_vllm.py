@@ -185,9 +185,9 @@ def test_the_tokens_are_those_of_the_reference_engine(engine: VllmEngine, do: Do
 
 async def below(engine: VllmEngine, request: GenerateRequest, change: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     """Change something while some of the tokens are there, and not all."""
-    first = engine.num_generated_tokens
+    first = await engine.count_tokens()  # `num_generated_tokens` may still lack tokens of an earlier request
     task = asyncio.create_task(engine.generate(request))
-    while engine.num_generated_tokens < first + 5:
+    while await engine.count_tokens() < first + 5:
         await engine.resume()
         await asyncio.sleep(0.01)
         await engine.pause()
