@@ -82,7 +82,7 @@ _TABLES["algorithm"] += [_without_effect(*row) for row in _TABLES["switches"]]
 def _contradictions(table: str, config: Config) -> Iterator[Finding]:
     """No rule of the table holds."""
     values = flatten(config)
-    for key, named in flatten(config).items():
+    for key, named in [*values.items()]:
         for name, own in named.items() if isinstance(named, dict) else ():
             values |= {below: value for below, _, value, _ in walk(own, f"{key}.{name}")} if is_group(own) else {}
     for rule in _rules(table, tuple(values)):
