@@ -57,9 +57,9 @@ function legend(line) {
   if (groups.some((span) => span[3] === null && span[2] === "complete")) swatches.push(swatch("var(--early)", "queued"));
   if (groups.some((span) => span[2] !== "complete")) swatches.push(swatch("var(--bad)", "dropped"));
   if (!groups.length) { // else their colours would be taken for those of the groups
-    for (const lane of line.lanes.filter((lane) => lane.kind === "phase")) {
-      for (const what of new Set(lane.spans.map((span) => span[2]))) swatches.push(swatch(spanColor(lane, what), what));
-    }
+    const phases = line.lanes.filter((lane) => lane.kind === "phase");
+    const colors = new Map(phases.flatMap((lane) => lane.spans.map(([, , what]) => [what, spanColor(lane, what)])));
+    for (const [what, color] of colors) swatches.push(swatch(color, what));
   }
   if (line.synced.length) swatches.push(swatch("var(--accent)", "weight sync"));
   if (line.paused.length) swatches.push(swatch("var(--wait)", "validation"));
