@@ -334,7 +334,8 @@ def whole_step(rounds: int, num_steps: int = 6) -> None:
     """On the device that `trainer.device=auto` finds."""
     work = TRAINED["gpu-135m"]
     if train_step.TRL.exists():
-        return train_step.measure("gpu-135m", work, rounds, num_steps)
+        train_step.measure("gpu-135m", work, rounds, num_steps)
+        return
     with tempfile.TemporaryDirectory() as folder:
         write_work(Path(folder), work.shape)
         found = [train_step.ours(Path(folder), f"run{index}", work, num_steps) for index in range(rounds)]

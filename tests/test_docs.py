@@ -230,16 +230,6 @@ def test_functions_of_a_walk_are_in_the_files_it_names(page: Path) -> None:
         assert function in definitions(SOURCE / file), f"{name_of(page)}: {file} has no {function}"
 
 
-@pytest.mark.parametrize(("title", "most"), [("One step of GRPO", 7), ("One prompt, from its row", 12)])
-def test_the_walks_are_short(title: str, most: int) -> None:
-    """Frames from the command to `backward()`, files from a prompt row to its gradient."""
-    (walk,) = [part for part in (ROOT / "docs/architecture.md").read_text().split("\n## ") if part.startswith(title)]
-    if most == 7:
-        assert len(re.findall(r"^\d+\. ", walk, re.MULTILINE)) <= most
-    else:
-        assert len(set(re.findall(r"`([\w/]+\.py)`", walk))) <= most
-
-
 def definitions(path: Path) -> set[str]:
     found = set()
     for item in ast.parse(path.read_text()).body:

@@ -126,7 +126,7 @@ def check(ground: Playground, name: str, drawn: Strike, seed: int) -> str:
     folder = ground.folder / name
     last = said.strip().splitlines()[-1] if said.strip() else ""
     told = f"status {status} after {took:.0f} s | {last}"
-    warnings = [note for note in notes(folder, "warning")] if (folder / "events.jsonl").exists() else []
+    warnings = list(notes(folder, "warning")) if (folder / "events.jsonl").exists() else []
     told += f" | {warnings}" if warnings else ""
     errors = []
     if "Traceback" in said:

@@ -102,7 +102,7 @@ def left(ground: Playground, name: str) -> Left:
 
 
 def other_than_names(run: Left) -> tuple[object, ...]:
-    metrics = {key: {name: each for name, each in row.items()} for key, row in run.metrics().items()}
+    metrics = {key: dict(row.items()) for key, row in run.metrics().items()}
     return metrics, run.trained_rows(), run.group_counts()
 
 

@@ -96,7 +96,7 @@ HOT = ("solver: {temperature: 0.6, top_k: 20}", "checker: {system_prompt: 'C:', 
 @pytest.mark.parametrize("second", ["", "checker: {policy: second, temperature: 1.7}"])
 def test_each_agent_has_the_policy_of_its_own_temperature(playground: Playground, second: str) -> None:
     """Checked against plain forwards of each conversation, and by every audit."""
-    agents, models = HOT, {name: playground.folder / "model" for name in HEATS}
+    agents, models = HOT, dict.fromkeys(HEATS, playground.folder / "model")
     of_policies = ["actor_rollout_ref.actor.use_kl_loss=true"]
     if second:
         models["checker"] = write_tiny_model(playground.folder / "second", seed=5)

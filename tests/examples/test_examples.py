@@ -1,4 +1,4 @@
-"""Every example runs as it is, does what it says, and stays short."""
+"""Every example runs as it is and does what it says."""
 
 import runpy
 from collections.abc import Iterator
@@ -15,15 +15,6 @@ from tests.user_code import forgotten
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-MAX_LINES = {
-    "own_loop.py": 40,
-    "areal_gsm8k_grpo.py": 60,
-    "tool_use.py": 40,
-    "images.py": 60,
-    "acting.py": 65,
-    "acting_continuous.py": 75,
-    "fetch_reach.py": 75,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +31,6 @@ def train(name: str, run_dir: Path, *overrides: str) -> Batch:
     assert [record.step for record in read_metrics(run_dir) if record.kind == "train"] == [1, 2]
     assert (run_dir / "report.html").is_file()
     return Batch.load(run_dir / "tokens" / "000001.safetensors")
-
-
-def test_each_is_short() -> None:
-    for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("custom_*.yaml"), EXAMPLES / "tiny.yaml"):
-        assert len(path.read_text().splitlines()) <= MAX_LINES.get(path.name, 30), path.name
 
 
 def test_each_is_in_the_table() -> None:

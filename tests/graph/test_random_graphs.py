@@ -116,7 +116,7 @@ def says_the_same_in_every_order(deps, wires):
     order; and no node reads a field that only a later node makes (one that updates the field does not make it)."""
     seen = set()
     for order in orders(deps, wires):
-        written: dict[str, tuple[str, ...]] = {field: () for field in FIELDS}
+        written: dict[str, tuple[str, ...]] = dict.fromkeys(FIELDS, ())
         reads = {}
         for node_id in order:
             for field in wires[node_id][0]:

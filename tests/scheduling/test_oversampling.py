@@ -372,7 +372,7 @@ def test_ahead_of_training_in_any_order(tmp_path_factory, staleness, share, most
     """No group is lost, none is too old, and a step waits for running groups only while it lacks some, or for one that
     was aborted three times."""
     rng, path = random.Random(seed), tmp_path_factory.mktemp("ahead") / "ledger.jsonl"
-    changes = dict(batch=3, share=share, max_staleness=staleness, max_concurrent=most, total_steps=9)
+    changes = {"batch": 3, "share": share, "max_staleness": staleness, "max_concurrent": most, "total_steps": 9}
     plan = domains_of(("a", 7, 2), ("b", 50, 1), **changes) if domains else plan_of(**changes)
     with Journal(path) as ledger:
         coordinator, seen = Coordinator(plan, ledger), 0

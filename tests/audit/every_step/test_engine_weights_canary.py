@@ -158,6 +158,7 @@ def test_keys_and_values_that_outlive_their_weights_are_found_behind_short_promp
             canary.compare(await canary.generate_responses(), at_start=False)
 
     if not stale:
-        return asyncio.run(over_a_sync())
+        asyncio.run(over_a_sync())
+        return
     with pytest.raises(TrustError, match="KV kept from older weights"):
         asyncio.run(over_a_sync())

@@ -53,7 +53,7 @@ def test_the_queue_must_have_recorded_tokens_and_lowest_version_of_each_group() 
         )
         for number in numbers
     }
-    tokens = {number: 0 for number in numbers}
+    tokens = dict.fromkeys(numbers, 0)
     for number, length in zip(numbers, batch.lengths("sequence").tolist(), strict=True):
         tokens[number] += length
     queued = {number: (tokens[number], least[number]) for number in numbers}

@@ -386,7 +386,7 @@ def test_any_value_is_shown_as_it_is_written_on_the_command_line(given, shown):
 def test_an_offload_is_accepted_only_where_nothing_is_to_be_offloaded(value):
     override = f"critic.model.fsdp_config.optimizer_offload={value}"
     if value == "false":
-        (line,) = [line for line in load_config("verl_grpo", [override], complete=False).notes]
+        (line,) = list(load_config("verl_grpo", [override], complete=False).notes)
         assert line == f"{override} (verl): it asks for nothing"
     else:
         assert list(refuse(override)) == ["critic.model.fsdp_config.optimizer_offload"]

@@ -158,7 +158,8 @@ class _TrackerThread:
                 tracker = tracker or self._build()
                 call = self._queue.get()
                 if call is None:
-                    return tracker.close()
+                    tracker.close()
+                    return
                 call(tracker)
                 num_failed = 0
             except BaseException as error:  # a library's error in its own thread must not end the run

@@ -266,7 +266,8 @@ class EmbeddedEngine:
             try:
                 self._steps.check(pending.sequences[0])
             except UserError as error:
-                return settle(pending.future, error)
+                settle(pending.future, error)
+                return
         self._pending[number] = pending
         pending.lane.scheduler.add(pending.sequences)
 

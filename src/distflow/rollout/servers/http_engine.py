@@ -430,7 +430,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             except httpx.TransportError:  # if the machine is gone, open requests get no error
                 await asyncio.sleep(LOOKS_EVERY_S)
             except (httpx.HTTPError, TrustError, ServerFailed, *MALFORMED):
-                return  # only a missing answer counts here
+                return None  # only a missing answer counts here
 
     def _is_stuck(self) -> bool:
         is_waiting = self._progress is not None and bool(self._running)

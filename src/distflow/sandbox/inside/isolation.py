@@ -64,7 +64,7 @@ def make_filter(machine: str) -> bytes:
         _X32: [_return(_KILL)],
     }
     allow, refuse = ([end] for end in _ENDS)
-    by_number = {number: allow for number in ALLOWED[machine].values()} | special
+    by_number = dict.fromkeys(ALLOWED[machine].values(), allow) | special
     starts: list[tuple[int, _Code]] = [(0, refuse)]  # (first number, code for it and those up to the next entry)
     for number, code in sorted(by_number.items()):
         if starts[-1][0] == number:

@@ -165,7 +165,7 @@ def _read_dict(content: Any, depth: int) -> dict[Any, Any]:
     if any(len(pair) != 2 for pair in pairs):
         raise ValueError("no pair of key and value")
     _hashable([key for key, _ in pairs])
-    return {key: value for key, value in pairs}
+    return dict(pairs)
 
 
 def _read_text(content: Any) -> str:
