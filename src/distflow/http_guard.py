@@ -241,9 +241,9 @@ class Door(socket.socket):
                     elif place in self._waiting:
                         self._look(self._waiting[place])
                 for late in [each for each in self._waiting.values() if each.due <= time.monotonic()]:
-                    self._end(late)
+                    self._end(late, HTTPStatus.REQUEST_TIMEOUT)
             for each in [*self._waiting.values()]:
-                self._end(each)
+                self._end(each, HTTPStatus.SERVICE_UNAVAILABLE)
             while self._ready:
                 self._ready.popleft()[0].close()
 
@@ -254,12 +254,12 @@ class Door(socket.socket):
             return
         except OSError:  # no descriptor is left
             if self._waiting:
-                self._end(next(iter(self._waiting.values())))
+                self._end_oldest()
             else:
                 time.sleep(0.05)
             return
         if len(self._waiting) >= MAX_WAITING:
-            self._end(next(iter(self._waiting.values())))
+            self._end_oldest()
         connection = _Connection(self._listening, number, self._release)
         connection.setblocking(False)
         self._waiting[number] = _Waiting(connection, address, time.monotonic() + HEAD_WITHIN_S)
@@ -276,14 +276,11 @@ class Door(socket.socket):
         if _END_OF_HEAD.search(come):
             self._let_in(waiting)
         elif not come or len(come) == MAX_HEAD_BYTES:
-            self._end(waiting)
+            self._end(waiting, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def _let_in(self, waiting: "_Waiting") -> None:
         if self._num_open >= self._max:
-            refused = Refused(HTTPStatus.SERVICE_UNAVAILABLE, "all places of this server are taken: try again")
-            with suppress(OSError):
-                waiting.connection.send(_reply(refused))
-            self._end(waiting)
+            self._end(waiting, HTTPStatus.SERVICE_UNAVAILABLE)
             return
         waiting.connection.is_in = True
         del self._waiting[waiting.connection.fileno()]
@@ -294,9 +291,16 @@ class Door(socket.socket):
                 self._bell.send(b"!")
             self._ready.append((waiting.connection, waiting.address))
 
-    def _end(self, waiting: "_Waiting") -> None:
+    def _end_oldest(self) -> None:
+        self._end(next(iter(self._waiting.values())), HTTPStatus.SERVICE_UNAVAILABLE)
+
+    def _end(self, waiting: "_Waiting", status: HTTPStatus) -> None:
         del self._waiting[waiting.connection.fileno()]
-        waiting.connection.close()
+        body = Refused(status, status.description or status.phrase).body()
+        head = f"HTTP/1.1 {status} {status.phrase}\r\nContent-Type: application/json\r\n"
+        with waiting.connection, suppress(OSError):
+            waiting.connection.send(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+            waiting.connection.recv(2 * MAX_HEAD_BYTES)  # what is left unread would take the reply back
 
     def _release(self) -> None:
         with self._lock:
@@ -324,17 +328,11 @@ class _Waiting:
     due: float
 
 
-def _reply(refused: Refused) -> bytes:
-    body = refused.body()
-    head = f"HTTP/1.1 {refused.status} {refused.status.phrase}\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
-
-
 def make_server(app: Any, guard: Guard, headers: Headers, stops_within_s: int) -> Any:
     """A server of uvicorn for an ASGI application, to be run on sockets that listen. headers: of what is refused."""
     uvicorn = import_module("uvicorn")
 
-    class Server(uvicorn.Server):  # type: ignore[misc, name-defined]
+    class Server(uvicorn.Server):  # type: ignore[name-defined]
         def run(self, sockets: list[socket.socket]) -> None:
             super().run([Door(each) for each in sockets])
 

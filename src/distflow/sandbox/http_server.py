@@ -28,6 +28,8 @@ _MAX_CONNECTIONS = 256
 _SESSIONS_EACH = 32
 _SLOT_S = 5.0
 _SOCKET_S = 150.0
+_BODY_S = 5.0
+"""For the next part of a body."""
 
 
 @dataclass
@@ -202,8 +204,11 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length")
         if length is None:
             raise Refused(HTTPStatus.LENGTH_REQUIRED, "a request says how long it is")
+        self.connection.settimeout(_BODY_S)
+        sent = self.rfile.read(int(length))
+        self.connection.settimeout(_SOCKET_S)
         try:
-            request = json.loads(self.rfile.read(int(length)))
+            request = json.loads(sent)
         except (ValueError, RecursionError):
             request = None
         if not isinstance(request, dict):
