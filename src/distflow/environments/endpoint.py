@@ -154,6 +154,7 @@ class Endpoint:
                 call = replace(call, told=pieces.tell)
             asked = [session.submit(replace(call, choice=i)) for i in range(call.n)]
             answering = asyncio.ensure_future(_awaited(request, asked))
+            answering.add_done_callback(_retrieve)
             if wire is RESPONSES:
                 answering.add_done_callback(partial(session.keep, body, head))
             answering.add_done_callback(pieces.end)
@@ -235,10 +236,13 @@ def _read(wire: Wire, body: Json, responses: Mapping[str, list[str]]) -> tuple[J
 
 async def _body(request: Any) -> Json:
     text = bytearray()
-    async for part in request.stream():
-        text += part
-        if len(text) > MAX_BODY_BYTES:
-            raise RequestError(413, f"a request may have at most {MAX_BODY_BYTES:,} bytes", "request_too_large")
+    try:
+        async for part in request.stream():
+            text += part
+            if len(text) > MAX_BODY_BYTES:
+                raise RequestError(413, f"a request may have at most {MAX_BODY_BYTES:,} bytes", "request_too_large")
+    except import_module("starlette.requests").ClientDisconnect:
+        raise RequestError(499, "the client has closed the connection") from None
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -251,6 +255,7 @@ async def _body(request: Any) -> Json:
 async def _awaited(request: Any, futures: "list[Future[Answer]]") -> list[Answer]:
     """The answers to a request. If the client disconnects, the calls are cancelled. Raises RequestError."""
     answering = asyncio.gather(*map(asyncio.wrap_future, futures))
+    answering.add_done_callback(_retrieve)
     going = asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((answering, going), return_when=asyncio.FIRST_COMPLETED)
@@ -273,6 +278,12 @@ async def _awaited(request: Any, futures: "list[Future[Answer]]") -> list[Answer
     raise RequestError(
         400 if is_refused else 500, str(error), "invalid_request_error" if is_refused else "server_error"
     )
+
+
+def _retrieve(done: "asyncio.Future[Any]") -> None:
+    """Nobody asks for the error of a client that has gone, and asyncio would print it."""
+    if not done.cancelled():
+        done.exception()
 
 
 def _failed(request: Any, error: RequestError) -> Any:
@@ -302,3 +313,4 @@ async def _lines(events: AsyncIterator[tuple[str, Json | str]]) -> AsyncIterator
             data["sequence_number"] = next(number)
         head = f"event: {name}\n" if name else ""
         yield f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n"
+        await asyncio.sleep(0)  # a lost connection is noticed between two events
