@@ -1,5 +1,5 @@
-"""The guard of every HTTP server of ours: a web page, or a program without the token, gets nothing from a server and
-keeps nobody out.
+"""The guard of every HTTP server of ours: a web page, or whoever lacks the token, gets nothing from a server and keeps
+nobody out.
 
 `Guard` judges the head of each request. `Door` stands in place of the socket that listens: a connection takes a place
 of the server only once the head of its first request has come.
@@ -62,7 +62,7 @@ def is_same(given: str, token: str) -> bool:
 
 
 def key_of(headers: Headers) -> str:
-    """What a program sends as its token or key; empty if nothing."""
+    """What a client sends as its token or key; empty if nothing."""
     found = dict(headers)
     return found.get("x-api-key") or found.get("authorization", "").removeprefix("Bearer ")
 

@@ -63,7 +63,7 @@ class AnswerCheck:
         return Generation(sample, ids, rollout, sampling, steps, reason)
 
     def _log_probs(self, given: Sequence[object]) -> list[float]:
-        found = []
+        found = list[float]()
         for value in given:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"a log-prob is {value!r:.40}")
@@ -79,7 +79,7 @@ class AnswerCheck:
         first, last = self.first, self.last
         steps = {label_of(Version(first.restart, step)): step for step in range(first.step, last.step + 1)}
         steps[label_of(last)] = last.step
-        found = []
+        found = list[int]()
         for label in labels:
             if not isinstance(label, str) or label not in steps:
                 raise lie(self.who, f"with tokens of weights '{label!s:.40}' instead of '{label_of(last)}'")
