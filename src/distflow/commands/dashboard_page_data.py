@@ -388,6 +388,7 @@ def _what_if(run: OpenRun, query: Query) -> dict[str, Any]:
     change = query.get("change", "").replace("\0", "")
     command = [sys.executable, "-m", "distflow", "plan", "--from", str(run.run_dir), f"--what-if={change}"]
     quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    quiet["env"] = {**os.environ, "OMP_NUM_THREADS": "1"}  # each thread of NumPy's would take memory
     with (
         _planning,  # one at a time
         subprocess.Popen([*command, "--no-code", "--json"], **quiet, start_new_session=True) as planning,

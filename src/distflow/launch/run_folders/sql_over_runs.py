@@ -60,6 +60,9 @@ _MAX_THREADS = 4
 _one_at_a_time = threading.Lock()
 _GRACE_S = 1.0
 """For an answer that is on its way when the time is over."""
+
+_LONGEST_WAIT_S = 2e6
+"""The system counts milliseconds in 31 bits."""
 LEDGER = "ledger.jsonl"
 _TOKENS_FILE = re.compile(r"(\d{6,18})(?:\.\d+)?\.safetensors")
 _TOKEN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "versions")
@@ -111,7 +114,7 @@ def query_runs(run_dirs: Sequence[Path], query: str, max_rows: int = MAX_ROWS, m
     ):
         limit_s, why = _READ_TIMES * max_s, _SLOW_FILES
         while True:
-            if not answering.poll(max(limit_s, 0.0) + _GRACE_S):
+            if not answering.poll(min(max(limit_s, 0.0) + _GRACE_S, _LONGEST_WAIT_S)):
                 raise UserError(why)
             try:
                 # Pickled by our own fork, whose end of the connection nobody else has.
