@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 from distflow.commands.doctor_and_selftest import family
 from distflow.observe.writing.run_folder import RunFolder
@@ -92,11 +92,12 @@ def server(folder: Path) -> Iterator[Server]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        port = int(process.stdout.readline().split()[0].rstrip("/").rpartition(":")[2])
+        address = urlsplit(process.stdout.readline().split()[0])
+        port, headers = address.port, {"Authorization": f"Bearer {address.query.removeprefix('token=')}"}
 
         def ask(part: str, **query: Any) -> Any:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-            connection.request("GET", f"/api/{part}?{urlencode(query, doseq=True)}")
+            connection.request("GET", f"/api/{part}?{urlencode(query, doseq=True)}", headers=headers)
             text = connection.getresponse().read()
             return {**json.loads(text), "bytes": len(text)}
 

@@ -25,10 +25,15 @@ SRUN = 'while [[ $1 == -* ]]; do shift; done; exec "$@"'
 # Python where Ray only pretends, and a run ends with STATUS: saved, asked to save by a signal, or neither.
 PYTHON = """
 case "$1 $2" in
-    "-m ray.scripts.scripts") [[ $3 == health-check ]] || exec sleep 100 ;;
+    "-m ray.scripts.scripts")
+        [[ $3 == health-check ]] && exit
+        place="${!#}"
+        stat -c '%a %n' "${place#--temp-dir=}" >> PLACES
+        exec sleep 100 ;;
     "-m distflow")
         if [[ $STATUS == real ]]; then exec PYTHON "$@"; fi
         printf '%s\\n' "${@:3}" > WORDS
+        while [[ $NODES && $(wc -l < PLACES) -lt $NODES ]]; do sleep 0.05; done
         trap 'wait=' TERM
         if [[ $SIGNAL ]]; then kill "-$SIGNAL" "$PPID"; while [[ $wait ]]; do sleep 0.05; done; fi
         if [[ $SAVES ]]; then mkdir -p FOLDER/checkpoints/one; touch FOLDER/checkpoints/one/manifest.json; fi
@@ -74,6 +79,7 @@ class Slurm:
         """Ray only pretends from now on. Returns where the words of the run are."""
         words = self.tools / "words"
         code = PYTHON.replace("PYTHON", shlex.quote(sys.executable)).replace("WORDS", shlex.quote(str(words)))
+        code = code.replace("PLACES", shlex.quote(str(self.tools / "places")))
         self.tool("python", code.replace("FOLDER", shlex.quote(str(self.folder))))
         python = shlex.quote(sys.executable)
         text = self.script.read_text()
@@ -87,7 +93,7 @@ class Slurm:
         return subprocess.run(
             ["bash", str(self.script)],
             cwd=self.ground.folder,
-            env={**os.environ, "SIGNAL": "", "SAVES": "", "wait": "yes", **own, **environment},
+            env={**os.environ, "SIGNAL": "", "SAVES": "", "NODES": "", "wait": "yes", **own, **environment},
             capture_output=True,
             text=True,
             timeout=500,
@@ -180,6 +186,18 @@ def test_the_job_is_requeued_after_a_loss_or_at_the_end_of_its_time_if_it_has_sa
 
 
 @pytest.mark.slow
+def test_ray_has_a_private_folder_on_each_node_that_nobody_can_guess(slurm: Slurm) -> None:
+    assert slurm.submit() == 0
+    slurm.pretend()
+    for number in (1, 2):
+        done = slurm.job(STATUS="0", NODES=str(2 * number))
+        assert done.returncode == 0, done.stdout + done.stderr
+    places = [line.split() for line in (slurm.tools / "places").read_text().splitlines()]
+    assert [mode for mode, _ in places] == ["700"] * 4 and len({path for _, path in places}) == 4
+    assert not any(Path(path).exists() or str(os.getpid()) in path for _, path in places)
+
+
+@pytest.mark.slow
 def test_a_requeue_that_starts_while_the_old_job_still_runs_is_refused_by_the_folders_lock(slurm: Slurm) -> None:
     assert slurm.submit() == 0
     slurm.pretend()
@@ -198,13 +216,14 @@ def test_the_job_trains_on_two_nodes_and_leaves_nothing(
     slurm: Slurm,
 ) -> None:
     pytest.importorskip("ray")
+    before = set(Path("/tmp").glob("ray-*"))
     assert slurm.submit("trainer.device=cpu", "trainer.total_training_steps=2", "trainer.slurm.cpus_per_node=2") == 0
     done = slurm.job()
     assert done.returncode == 0, done.stdout + done.stderr
     assert notes(slurm.folder, "end") == ["the run finished"] and verify(slurm.folder / "ledger.jsonl").consumed == 8
     assert not list(slurm.folder.glob(".ray-token*")) and not slurm.requeued()
-    assert f"/tmp/ray-{os.getpid()}".encode() not in _command_lines()
-    shutil.rmtree(f"/tmp/ray-{os.getpid()}")
+    assert b"--temp-dir=/tmp/ray-" not in _command_lines()
+    assert set(Path("/tmp").glob("ray-*")) <= before
 
 
 def _command_lines() -> bytes:

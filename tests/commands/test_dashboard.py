@@ -4,6 +4,7 @@ import hashlib
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -36,15 +37,19 @@ from tests.observe.conftest import HOSTILE, write_asynchronous_run, write_run
 pytest.importorskip("duckdb", reason="the dashboard's samples need DuckDB (extra ui)")
 
 
-class Client:
-    """Asks a server for paths, as a browser that has its address."""
+TOKEN = "a-token"
 
-    def __init__(self, port: int) -> None:
+
+class Client:
+    """Asks a server for paths, as the scripts of its pages do."""
+
+    def __init__(self, port: int, token: str = TOKEN) -> None:
         self.port, self.host = port, f"127.0.0.1:{port}"
+        self.headers = {"Host": self.host, "Authorization": f"Bearer {token}"}
 
     def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request(method, path, headers={"Host": self.host, **headers})
+        connection.request(method, path, headers={**self.headers, **headers})
         answer = connection.getresponse()
         found = answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read().decode()
         connection.close()
@@ -57,10 +62,10 @@ class Client:
 
 
 @contextmanager
-def serve(folder: Path, host: str = "127.0.0.1", token: str = "") -> Iterator[Client]:
+def serve(folder: Path, host: str = "127.0.0.1") -> Iterator[Client]:
     listening = listen("127.0.0.1", 0)
     with Dashboard(folder) as dashboard:
-        server = make_server(dashboard, host, token)
+        server = make_server(dashboard, host, TOKEN)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:
@@ -87,16 +92,22 @@ def client(runs: Path) -> Iterator[Client]:
 TINY = "project/tiny"
 
 
+def port_and_token(line: str) -> tuple[int, str]:
+    """Of the address that the command prints."""
+    found = re.match(r"http://127[.]0[.]0[.]1:(\d+)/[?]token=(\S+)", line)
+    assert found is not None, line
+    return int(found[1]), found[2]
+
+
 def test_the_command_prints_its_address_serves_and_ends_by_ctrl_c(runs: Path) -> None:
     command = [sys.executable, "-m", "distflow", "dashboard", str(runs), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ}) as server:
         try:
             assert server.stdout is not None
             lines = [server.stdout.readline() for _ in range(3)]
-            address = lines[1].split()[0]
-            port = int(address.rstrip("/").rpartition(":")[2])
-            assert address == f"http://127.0.0.1:{port}/" and f"ssh -L {port}:127.0.0.1:{port} " in lines[2]
-            status, _, text = Client(port).ask("/")
+            port, token = port_and_token(lines[1])
+            assert f"ssh -L {port}:127.0.0.1:{port} " in lines[2]
+            status, _, text = Client(port, token).ask("/")
             assert status == 200 and "distflow dashboard" in text
             server.send_signal(signal.SIGINT)
             assert server.wait(60) == 0
@@ -167,16 +178,40 @@ def test_a_path_that_is_no_page_is_named(client: Client, path: str) -> None:
     assert status in (400, 404) and ("There is no page" in text or "not a part of any page" in text)
 
 
-def test_beyond_this_machine_a_token_is_wanted(runs: Path) -> None:
-    with serve(runs, host="0.0.0.0", token="a-token") as client:
-        assert client.ask("/api/runs")[0] == 401
-        assert client.ask("/?token=wrong")[0] == 401
-        assert client.ask("/", Host="evil.example")[0] == 421
-        status, headers, _ = client.ask("/overview?run=a%26b&token=a-token")
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_an_address_with_the_token_leaves_it_in_a_cookie_of_the_port(runs: Path, host: str) -> None:
+    with serve(runs, host) as client:
+        nothing = {"Authorization": ""}
+        assert client.ask("/api/runs", **nothing)[0] == client.ask("/?token=wrong", **nothing)[0] == 401
+        status, headers, _ = client.ask("/overview?run=a%26b&token=a-token", **nothing)
         assert status == 303 and headers["location"] == "/overview?run=a%26b"
+        assert client.ask("//evil.example?token=a-token", **nothing)[1]["location"] == "/evil.example"
         cookie = headers["set-cookie"]
         assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
-        assert client.ask("/api/runs", Cookie=cookie.partition(";")[0], Host="192.0.2.1:80")[0] == 200
+        kept = {**nothing, "Cookie": f"other=1; {cookie.partition(';')[0]}"}
+        assert client.ask("/api/runs", **kept)[0] == 200
+        assert client.ask("/api/runs", Host="127.0.0.1:1", **kept)[0] == 401
+        assert client.ask("/api/runs", Host="evil.example", **kept)[0] == 421
+
+
+@pytest.mark.parametrize("part", ["sql?query=select+1", "what_if?change=rewards*2", "groups?where=1=1"])
+def test_what_takes_more_than_reading_wants_the_token_of_the_page(client: Client, part: str) -> None:
+    """An image, a form or a link of any page sends the cookie at most."""
+    path = f"/api/{part}&run={TINY}"
+    _, headers, _ = client.ask("/?token=a-token", Authorization="")
+    kept = {"Authorization": "", "Cookie": headers["set-cookie"].partition(";")[0]}
+    assert client.ask(path, **kept)[0] == 401
+    assert client.ask(f"{path}&token=a-token", Authorization="")[0] == 401
+    own = {**kept, **{"Authorization": client.headers["Authorization"]}}
+    for site in ("cross-site", "same-site"):
+        link = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+        assert client.ask(path, **own, **{"Sec-Fetch-Site": site})[0] == 403
+        assert client.ask(path, **own, **link, **{"Sec-Fetch-Site": site})[0] == 403
+        assert client.ask("/", **kept, **link, **{"Sec-Fetch-Site": site})[0] == 200
+        assert client.ask("/", **kept, **{"Sec-Fetch-Site": site, "Sec-Fetch-Dest": "image"})[0] == 403
+    # The page of a run without measured steps says so; nothing refuses the question.
+    assert client.ask(path, **own, **{"Sec-Fetch-Site": "same-origin"})[0] in (200, 400)
+    assert json.dumps(TOKEN) in client.ask("/", **kept)[2].partition('id="data">')[2]
 
 
 def test_runs_are_listed_the_last_written_first(client: Client) -> None:
@@ -608,7 +643,7 @@ def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
     ) as server:
         assert server.stdout is not None
         server.stdout.readline()
-        client = Client(int(server.stdout.readline().split()[0].rstrip("/").rpartition(":")[2]))
+        client = Client(*port_and_token(server.stdout.readline()))
         all_samples(client, "run")
         assert client.part("groups", run="run", text="the answer is 13")["total"] == 12
         server.kill()

@@ -1,10 +1,15 @@
 """The endpoint with the official clients of OpenAI and Anthropic, against an engine that records what it was shown."""
 
 import asyncio
+import gc
 import json
+import socket
+import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from importlib import import_module
 from typing import Any
 
@@ -416,3 +421,54 @@ def test_errors_have_the_types_of_their_api(begin: Any) -> None:
             messages.create(model="x", max_tokens=5, messages=[ASKED])
         kinds = [failed.value.response.json()["error"]["type"] for failed in (unknown, broken)]
         assert kinds == [*known]
+
+
+ASKED_OF = {
+    "chat/completions": {"messages": [ASKED]},
+    "completions": {"prompt": "a"},
+    "responses": {"input": "a"},
+    "messages": {"messages": [ASKED], "max_tokens": 40},
+}
+
+
+@pytest.mark.parametrize("path", ASKED_OF)
+@pytest.mark.parametrize("at", [-9, 0, 1, 600, 2000])
+@pytest.mark.parametrize("resets", [False, True])
+def test_nothing_is_said_of_a_client_that_drops(
+    caplog: pytest.LogCaptureFixture, path: str, at: int, resets: bool
+) -> None:
+    """at: after so many bytes of the reply, or so many before the end of the request."""
+    asked: list[Future[Answer]] = []
+
+    def submit(call: Call) -> "Future[Answer]":
+        future: Future[Answer] = Future()
+        asked.append(future)
+        threading.Thread(target=tell, args=(call, future)).start()
+        return future
+
+    def tell(call: Call, future: "Future[Answer]") -> None:
+        for _ in range(20_000):  # more than the buffers of a connection hold
+            if future.cancelled() or call.told is None:
+                break
+            call.told("some text ")
+            if at > 600:
+                time.sleep(0.001)
+
+    with closing(Endpoint()) as endpoint, endpoint.session(submit) as session:
+        body = {"model": "x", "stream": at > 0, **ASKED_OF[path]}
+        sent = json.dumps(body).encode()
+        head = [f"POST /episodes/{session.base_url.rpartition('/')[2]}/v1/{path} HTTP/1.1", "Host: localhost"]
+        head += ["Content-Type: application/json", f"Content-Length: {len(sent)}", f"x-api-key: {session.key}", "", ""]
+        address = endpoint.url.rpartition("/")[2].split(":")
+        with socket.create_connection((address[0], int(address[1])), timeout=60) as client:
+            client.sendall("\r\n".join(head).encode() + (sent[:at] if at < 0 else sent))
+            received = 0
+            while received < at:
+                received += len(come := client.recv(100))
+                assert come
+            if resets:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        while not all(future.cancelled() for future in asked):
+            time.sleep(0.01)
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records] == []

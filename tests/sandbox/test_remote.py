@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager
 import pytest
 
 from distflow.errors import UserError
+from distflow.http_guard import token_of
 from distflow.rewards.code.reward import compute_score, compute_share
 from distflow.sandbox import http_server as serving
 from distflow.sandbox import remote
@@ -39,6 +40,12 @@ def served(sandbox: Sandbox, at_once: int = 2, token: str = "") -> Iterator[tupl
         finally:
             server.shutdown()
             thread.join()
+
+
+def headers_to(url: str) -> dict[str, str]:
+    """Of this user's requests to its own server."""
+    token = token_of(int(url.rpartition(":")[2]))
+    return {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +172,7 @@ def test_a_password_where_others_can_ask(local: Sandbox, monkeypatch: pytest.Mon
         Server(SandboxService(local, 1), "127.0.0.1", 70_000, "")
     with served(local, token="sésame") as (url, _):
         monkeypatch.setenv(TOKEN, "sesame")
-        with pytest.raises(SandboxFault, match=f"401: another password .*{TOKEN}"):
+        with pytest.raises(SandboxFault, match=f"401: .*token.*{TOKEN}"):
             RemoteSandbox(url)
         monkeypatch.setenv(TOKEN, "sésame")
         with RemoteSandbox(url, LIMITS) as there:
@@ -191,7 +198,8 @@ def test_a_password_where_others_can_ask(local: Sandbox, monkeypatch: pytest.Mon
 )
 def test_requests_that_mean_nothing_are_refused(url: str, action: str, body: object, status: int) -> None:
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
-    connection.request("POST", f"/v1/{action}", body if isinstance(body, bytes) else json.dumps(body))
+    sent = body if isinstance(body, bytes) else json.dumps(body)
+    connection.request("POST", f"/v1/{action}", sent, headers_to(url))
     assert connection.getresponse().status == status
     connection.close()
 
@@ -199,7 +207,8 @@ def test_requests_that_mean_nothing_are_refused(url: str, action: str, body: obj
 def test_a_request_that_is_too_long_is_not_read(url: str) -> None:
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
     connection.putrequest("POST", "/v1/run")
-    connection.putheader("Content-Length", str(serving.MAX_BODY_BYTES + 1))
+    for name, value in {**headers_to(url), "Content-Length": str(serving.MAX_BODY_BYTES + 1)}.items():
+        connection.putheader(name, value)
     connection.endheaders()
     assert connection.getresponse().status == 413
     connection.close()

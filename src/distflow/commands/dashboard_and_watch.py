@@ -3,25 +3,22 @@ reads files of the folder alone, and asks nothing of a run, so that it works on 
 run as its terminal shows it."""
 
 import argparse
-import hmac
-import ipaddress
 import json
-import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import parse_qsl, quote
 
-from distflow import __version__
+from distflow import __version__, http_guard
 from distflow.commands.arguments_and_run_folders import RUNS, add_run_argument, at_least, find_run, listen
 from distflow.errors import UserError
+from distflow.http_guard import Guard, is_loopback, new_token
 from distflow.import_target import check_server_packages
 from distflow.observe.crash_safe_files import encode, read_object, to_number
 from distflow.observe.report.build import POLICY_OF_SERVED_PAGES, served_files, served_page
@@ -33,7 +30,6 @@ from distflow.observe.writing.run_folder import writer_of
 if TYPE_CHECKING:
     from distflow.commands.dashboard_page_data import Dashboard
 
-_COOKIE = "distflow_dashboard"
 _HEADERS = {
     "content-security-policy": f"{POLICY_OF_SERVED_PAGES}; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -41,7 +37,8 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+_BY_SCRIPTS = frozenset(f"/api/{part}" for part in ("sql", "what_if", "groups"))
+"""What takes more than reading files."""
 
 
 class Page(NamedTuple):
@@ -85,95 +82,28 @@ def run_dashboard(arguments: argparse.Namespace) -> int:
 
     check_server_packages("`distflow dashboard`", "ui")
 
-    is_local = host in _LOOPBACK
-    token = "" if is_local else secrets.token_urlsafe(24)
+    token = new_token()
     with listen(host, arguments.port) as listening, Dashboard(folder) as dashboard, suppress(KeyboardInterrupt):
         port = listening.getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
         say(f"distflow {__version__} · {escape_control(str(folder), one_line=True)}")
-        say(f"http://{shown}:{port}/{f'?token={token}' if token else ''}  (Ctrl-C ends)")
-        if is_local:
+        say(f"http://{shown}:{port}/?token={token}  (Ctrl-C ends)")
+        if is_loopback(host):
             say(f"from another machine: ssh -L {port}:{shown}:{port} {socket.gethostname()}, then the same address")
         threading.Thread(target=dashboard.read_ahead, daemon=True).start()
         make_server(dashboard, host, token).run([listening])
     return 0
 
 
-def make_server(dashboard: "Dashboard", host: str, token: str = "") -> Any:
+def make_server(dashboard: "Dashboard", host: str, token: str) -> Any:
     """A server of uvicorn, to be run on a socket that listens on the host."""
-    uvicorn = import_module("uvicorn")
-    app = Guard(make_app(dashboard), _names_of(host), token)
-    options = {"log_config": None, "lifespan": "off", "access_log": False, "timeout_graceful_shutdown": 1}
-    return uvicorn.Server(uvicorn.Config(app, **options))
+    guard = Guard(host, token, cookie="distflow_dashboard", by_scripts=_BY_SCRIPTS)
+    return http_guard.make_server(make_app(dashboard, token), guard, _HEADERS.items(), stops_within_s=1)
 
 
-def _names_of(host: str) -> frozenset[str]:
-    """The names under which a browser may ask for the dashboard; "*" stands for any address in numbers."""
-    names = {*_LOOPBACK, host.lower()}
-    if host in ("0.0.0.0", "::"):
-        names |= {"*", socket.gethostname().lower(), socket.getfqdn().lower()}
-    return frozenset(names)
-
-
-class Guard:
-    """Refuses what another page of the browser may have sent: requests under a foreign name (a name that a foreign
-    server has led here), or from a foreign origin; and what has no token, if there is one."""
-
-    def __init__(self, app: Any, names: frozenset[str], token: str) -> None:
-        self._app, self._names, self._token = app, names, token
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":  # a websocket is not answered at all
-            return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        status, text, more = self._refusal(scope, headers)
-        if status:
-            sent = [*_HEADERS.items(), ("content-type", "text/plain; charset=utf-8"), *more.items()]
-            raw = [(name.encode(), value.encode("latin-1")) for name, value in sent]
-            await send({"type": "http.response.start", "status": status, "headers": raw})
-            await send({"type": "http.response.body", "body": text.encode()})
-        else:
-            await self._app(scope, receive, send)
-
-    def _refusal(self, scope: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[int, str, dict[str, str]]:
-        """A status other than 0, a text and headers for what is not answered."""
-        host = headers.get("host", "")
-        if not self._is_own(host):
-            return (
-                421,
-                f"This dashboard does not answer under the name {host!r}: use the address that it printed.\n",
-                {},
-            )
-        if headers.get("origin") not in (None, f"http://{host}"):
-            return 403, f"This dashboard does not answer pages of {headers['origin']!r}.\n", {}
-        if scope["method"] not in ("GET", "HEAD"):
-            return 405, "This dashboard only shows: it answers GET alone.\n", {"allow": "GET, HEAD"}
-        if not self._token:
-            return 0, "", {}
-        query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
-        if self._is_token(query.pop("token", "")):
-            rest = "&".join(f"{quote(name)}={quote(value)}" for name, value in query.items())
-            cookie = f"{_COOKIE}={self._token}; HttpOnly; SameSite=Strict; Path=/"
-            return 303, "", {"location": quote(scope["path"]) + (f"?{rest}" if rest else ""), "set-cookie": cookie}
-        cookies = dict(each.strip().partition("=")[::2] for each in headers.get("cookie", "").split(";"))
-        if self._is_token(cookies.get(_COOKIE, "")):
-            return 0, "", {}
-        return 401, "This dashboard wants its token: open the whole address that it printed.\n", {}
-
-    def _is_own(self, host: str) -> bool:
-        name = host.lower().rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host.lower()
-        name = name.strip("[]")
-        if "*" in self._names:
-            with suppress(ValueError):
-                return bool(ipaddress.ip_address(name))
-        return name in self._names
-
-    def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self._token.encode())
-
-
-def make_app(dashboard: "Dashboard") -> Any:
-    """The Starlette application of the pages, their files, and the answers that their scripts ask for."""
+def make_app(dashboard: "Dashboard", token: str) -> Any:
+    """The Starlette application of the pages, their files, and the answers that their scripts ask for. token: for the
+    scripts."""
     starlette, routing = import_module("starlette.applications"), import_module("starlette.routing")
     answer = import_module("starlette.responses").Response
     served = served_files()
@@ -184,7 +114,7 @@ def make_app(dashboard: "Dashboard") -> Any:
     def show_page(page: Page, request: Any) -> Any:
         runs = request.query_params.getlist("run")
         pages = [each._asdict() for each in PAGES]
-        data = {"api": "/api/", "page": page.name, "pages": pages, **dashboard.frame(runs, page.of_run)}
+        data = {"api": "/api/", "token": token, "page": page.name, "pages": pages, **dashboard.frame(runs, page.of_run)}
         return respond(served_page(data, ", ".join(data["runs"]) or "Runs"), "text/html")
 
     def show_file(request: Any) -> Any:
@@ -202,6 +132,9 @@ def make_app(dashboard: "Dashboard") -> Any:
         text = f"There is no page {request.url.path}: the pages are {', '.join(page.title for page in PAGES)}."
         return refuse(request, UserError(text), 404)
 
+    def no_method(request: Any, error: Exception) -> Any:
+        return refuse(request, UserError("This dashboard only shows: it answers GET alone."), 405)
+
     def refuse(request: Any, error: Exception, status: int = 400) -> Any:
         if request.url.path.startswith("/api/"):
             return respond(encode({"error": str(error)}), "application/json", status)
@@ -212,7 +145,8 @@ def make_app(dashboard: "Dashboard") -> Any:
 
     routes = [routing.Route(f"/{page.name if page.of_run else ''}", partial(show_page, page)) for page in PAGES]
     routes += [routing.Route("/static/{name}", show_file), routing.Route("/api/{part}", give)]
-    return starlette.Starlette(routes=routes, exception_handlers={404: missing, UserError: refuse, Exception: fail})
+    handlers = {404: missing, 405: no_method, UserError: refuse, Exception: fail}
+    return starlette.Starlette(routes=routes, exception_handlers=handlers)
 
 
 _WATCH_EVERY_S = 2.0

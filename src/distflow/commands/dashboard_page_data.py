@@ -5,6 +5,8 @@ import json
 import math
 import os
 import re
+import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -49,7 +51,7 @@ _TAIL_BYTES = 200_000
 _COARSE = 4
 _MARKS = {MARK, "metrics.jsonl", "events.jsonl"}
 _MAX_TEXT = 100_000
-_WHAT_IF_S, _LONGEST_PAUSE_S = 60.0, 30.0
+_WHAT_IF_S, _WHAT_IF_BYTES, _LONGEST_PAUSE_S = 60.0, 2**30, 30.0
 _HEADLINES = {"reward": REWARD, "accuracy": ACCURACY, "loss": "sft/loss"}
 _NO_INVOICE: dict[str, Any] = {"idle": None, "best": {}}
 _HOST = re.compile(rb"pid \d+ on (\S+)")
@@ -381,20 +383,25 @@ _planning = threading.Lock()
 
 
 def _what_if(run: OpenRun, query: Query) -> dict[str, Any]:
-    """What `distflow plan` says of the run with a change: in a process of its own, which can be ended, and which
+    """What `distflow plan` says of the run with a change: in a process of its own, with limits of time and memory. It
     imports no code that the run's config or the change names."""
     change = query.get("change", "").replace("\0", "")
     command = [sys.executable, "-m", "distflow", "plan", "--from", str(run.run_dir), f"--what-if={change}"]
-    with _planning:  # one at a time
+    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    quiet["env"] = {**os.environ, "OMP_NUM_THREADS": "1"}  # each thread of NumPy's would take memory
+    with (
+        _planning,  # one at a time
+        subprocess.Popen([*command, "--no-code", "--json"], **quiet, start_new_session=True) as planning,
+    ):
+        resource.prlimit(planning.pid, resource.RLIMIT_DATA, (_WHAT_IF_BYTES, _WHAT_IF_BYTES))
         try:
-            done = subprocess.run(
-                [*command, "--no-code", "--json"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_WHAT_IF_S
-            )
+            found, said = planning.communicate(timeout=_WHAT_IF_S)
         except subprocess.TimeoutExpired as error:
+            os.killpg(planning.pid, signal.SIGKILL)
             raise UserError(f"the plan took more than {_WHAT_IF_S:g} s: use `distflow plan --what-if`") from error
-    if done.returncode:
-        raise UserError(done.stderr.decode("utf-8", "replace").removeprefix("distflow: ").strip()[:_MAX_TEXT])
-    return {"outcomes": json.loads(done.stdout)["what_if"]}
+    if planning.returncode:
+        raise UserError(said.decode("utf-8", "replace").removeprefix("distflow: ").strip()[:_MAX_TEXT])
+    return {"outcomes": json.loads(found)["what_if"]}
 
 
 def _trust(run: OpenRun, query: Query) -> dict[str, Any]:

@@ -45,6 +45,8 @@ def _serve(arguments: argparse.Namespace) -> int:
                 f"sandbox at http://{arguments.host}:{port}, {arguments.at_once} programs at once; {sandbox.level}",
                 flush=True,
             )
+            if server.token_file is not None:
+                print(f"its password is in {server.token_file}; clients of this user find it there", flush=True)
             with suppress(KeyboardInterrupt), closing(service):
                 server.serve_forever()
     return 0

@@ -7,13 +7,11 @@ must be token boundaries.
 """
 
 import json
-import multiprocessing
 import re
-import resource
-import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from os.path import commonprefix
 from pathlib import Path
@@ -25,6 +23,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from distflow.data.messages import ASSISTANT, Messages, RowError
 from distflow.errors import UserError
+from distflow.limited_fork import limit_memory, limited_fork
 from distflow.observe.crash_safe_files import JSON
 from distflow.untrusted_files import read_file
 
@@ -60,22 +59,11 @@ def render_all(rows: Sequence[Any], render: Callable[[Any], JSON], tokenizer: Pr
     """
     if not rows:
         return
-    forks = multiprocessing.get_context("fork")
-    ours, theirs = forks.Pipe(duplex=False)
-    process = forks.Process(target=_serve, args=(theirs, rows, render), name="chat-template", daemon=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # warns about other threads, which the fork does not need
-        process.start()
-    theirs.close()
-    template = template_of(tokenizer)
-    try:
+    with limited_fork(partial(_serve, rows, render), "chat-template") as rendered:
+        template = template_of(tokenizer)
         for number in range(1, len(rows) + 1):
-            kind, value = _next(ours, f"{template} cannot be rendered (row {number} of {len(rows)})")
+            kind, value = _next(rendered, f"{template} cannot be rendered (row {number} of {len(rows)})")
             yield Refused(value) if kind == "refused" else value
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -197,9 +185,9 @@ def _next(channel: Connection, what: str) -> tuple[str, Any]:
     return kind, value
 
 
-def _serve(channel: Connection, rows: Sequence[Any], render: Callable[[Any], JSON]) -> None:
+def _serve(rows: Sequence[Any], render: Callable[[Any], JSON], channel: Connection) -> None:
     """In the fork: render each row, until the first that fails."""
-    _limit_memory()
+    limit_memory(MORE_MEMORY_BYTES)
     for row in rows:
         kind, value = _rendered(row, render)
         channel.send_bytes(json.dumps([kind, value]).encode())
@@ -222,17 +210,6 @@ def _rendered(row: Any, render: Callable[[Any], JSON]) -> tuple[str, JSON]:
     if characters > MAX_CHARACTERS:
         return "fails", f"a prompt becomes {characters:,} characters"
     return "rendered", value
-
-
-def _limit_memory() -> None:
-    """Limit memory to a little more than the process has; no limit if the system does not report that."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return
-    if found := re.search(r"VmData:\s+(\d+) kB", status):
-        limit = int(found[1]) * 1024 + MORE_MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _is_prompted(text: str, ids: list[int], begins: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -2,7 +2,6 @@
 function that answers calls."""
 
 import asyncio
-import hmac
 import itertools
 import json
 import secrets
@@ -29,6 +28,7 @@ from distflow.environments.openai_and_anthropic_formats import (
     output_items,
 )
 from distflow.errors import UserError
+from distflow.http_guard import Guard, is_same, key_of, make_server
 from distflow.import_target import check_server_packages
 
 MAX_BODY_BYTES = 4 * 2**20
@@ -69,7 +69,6 @@ class Endpoint:
     def __init__(self, listening: socket.socket | None = None) -> None:
         check_server_packages("the endpoint", "endpoint")
         starlette, routing = import_module("starlette.applications"), import_module("starlette.routing")
-        uvicorn = import_module("uvicorn")
         self._socket = listening or socket.create_server(("127.0.0.1", 0))
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -82,9 +81,9 @@ class Endpoint:
                 routes.append(routing.Route(f"{prefix}/v1/{path}", partial(self._answer, wire), methods=["POST"]))
         for prefix in ("/episodes/{name}", ""):
             routes.append(routing.Route(f"{prefix}/{{path:path}}", self._no_route, methods=_METHODS))
-        config = uvicorn.Config(starlette.Starlette(routes=routes), log_config=None, lifespan="off", access_log=False)
-        config.timeout_graceful_shutdown = _STOPS_WITHIN_S
-        self._server = uvicorn.Server(config)
+        # A session has a key of its own, and the requests that it sent wrongly.
+        guard = Guard(host, token=None, max_body_bytes=None)
+        self._server = make_server(starlette.Starlette(routes=routes), guard, (), _STOPS_WITHIN_S)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="endpoint", daemon=True)
         self._thread.start()
 
@@ -108,16 +107,13 @@ class Endpoint:
         """Idempotent."""
         self._server.should_exit = True
         self._thread.join(2 * _STOPS_WITHIN_S)
-        self._socket.close()
 
     def _found(self, request: Any) -> Session:
         name = request.path_params.get("name", "")
         session = self._sessions.get(name)
         if session is None and name in self._ended:
             raise RequestError(410, "this episode has ended: its endpoint answers no more calls", "episode_ended")
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        key = request.headers.get("x-api-key") or bearer
-        if session is None or not hmac.compare_digest(key.encode(), session.key.encode()):
+        if session is None or not is_same(key_of(request.headers.items()), session.key):
             raise RequestError(401, "the API key is not that of this base URL", "invalid_api_key")
         return session
 
@@ -158,6 +154,7 @@ class Endpoint:
                 call = replace(call, told=pieces.tell)
             asked = [session.submit(replace(call, choice=i)) for i in range(call.n)]
             answering = asyncio.ensure_future(_awaited(request, asked))
+            answering.add_done_callback(_retrieve)
             if wire is RESPONSES:
                 answering.add_done_callback(partial(session.keep, body, head))
             answering.add_done_callback(pieces.end)
@@ -239,10 +236,13 @@ def _read(wire: Wire, body: Json, responses: Mapping[str, list[str]]) -> tuple[J
 
 async def _body(request: Any) -> Json:
     text = bytearray()
-    async for part in request.stream():
-        text += part
-        if len(text) > MAX_BODY_BYTES:
-            raise RequestError(413, f"a request may have at most {MAX_BODY_BYTES:,} bytes", "request_too_large")
+    try:
+        async for part in request.stream():
+            text += part
+            if len(text) > MAX_BODY_BYTES:
+                raise RequestError(413, f"a request may have at most {MAX_BODY_BYTES:,} bytes", "request_too_large")
+    except import_module("starlette.requests").ClientDisconnect:
+        raise RequestError(499, "the client has closed the connection") from None
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -255,6 +255,7 @@ async def _body(request: Any) -> Json:
 async def _awaited(request: Any, futures: "list[Future[Answer]]") -> list[Answer]:
     """The answers to a request. If the client disconnects, the calls are cancelled. Raises RequestError."""
     answering = asyncio.gather(*map(asyncio.wrap_future, futures))
+    answering.add_done_callback(_retrieve)
     going = asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((answering, going), return_when=asyncio.FIRST_COMPLETED)
@@ -279,6 +280,12 @@ async def _awaited(request: Any, futures: "list[Future[Answer]]") -> list[Answer
     )
 
 
+def _retrieve(done: "asyncio.Future[Any]") -> None:
+    """Nobody asks for the error of a client that has gone, and asyncio would print it."""
+    if not done.cancelled():
+        done.exception()
+
+
 def _failed(request: Any, error: RequestError) -> Any:
     """The response that both kinds of clients recognise as an error."""
     is_ours, kind = error.status >= 500, "invalid_request_error"
@@ -286,15 +293,17 @@ def _failed(request: Any, error: RequestError) -> Any:
         kind = "api_error" if is_ours else _ANTHROPIC_TYPES.get(error.status, kind)
     elif is_ours:
         kind = "server_error"
-    return _response(error.status, _shown(error, kind))
+    # Without a key nobody holds a connection, whose body would come next.
+    closes = {"connection": "close"} if error.status in (401, 410, 413) else None
+    return _response(error.status, _shown(error, kind), closes)
 
 
 def _shown(error: RequestError, kind: str) -> Json:
     return {"type": "error", "error": {"message": str(error), "type": kind, "code": error.code, "param": None}}
 
 
-def _response(status: int, body: Json) -> Any:
-    return import_module("starlette.responses").JSONResponse(body, status)
+def _response(status: int, body: Json, headers: Mapping[str, str] | None = None) -> Any:
+    return import_module("starlette.responses").JSONResponse(body, status, headers)
 
 
 async def _lines(events: AsyncIterator[tuple[str, Json | str]]) -> AsyncIterator[str]:
@@ -304,3 +313,4 @@ async def _lines(events: AsyncIterator[tuple[str, Json | str]]) -> AsyncIterator
             data["sequence_number"] = next(number)
         head = f"event: {name}\n" if name else ""
         yield f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n"
+        await asyncio.sleep(0)  # a lost connection is noticed between two events

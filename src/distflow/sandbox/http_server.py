@@ -1,21 +1,20 @@
-"""An HTTP server that runs programs for other machines: JSON requests and replies, with a password unless it listens
-only on this machine."""
+"""An HTTP server that runs programs for other machines: JSON requests and replies, with a password."""
 
-import hmac
 import json
 import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from ipaddress import ip_address
-from socket import socket
+from pathlib import Path
+from socket import AF_INET, AF_INET6, create_server, socket
 from typing import Any
 
 from distflow.errors import UserError
+from distflow.http_guard import Door, Guard, Refused, is_loopback, new_token, token_for_this_user
 from distflow.sandbox.inside.program_messages import from_text, to_text
 from distflow.sandbox.interface import Broken, Limits, Raised, SandboxFault
 from distflow.sandbox.local_sandbox import Sandbox, Session
@@ -29,14 +28,8 @@ _MAX_CONNECTIONS = 256
 _SESSIONS_EACH = 32
 _SLOT_S = 5.0
 _SOCKET_S = 150.0
-
-
-class Refused(Exception):
-    """status: of HTTP."""
-
-    def __init__(self, status: HTTPStatus, text: str) -> None:
-        super().__init__(text)
-        self.status = status
+_BODY_S = 5.0
+"""For the next part of a body."""
 
 
 @dataclass
@@ -144,29 +137,30 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, service: SandboxService, host: str, port: int, token: str) -> None:
-        """Raises UserError if other machines could send requests without a password, or if the port is in use."""
-        if not (token or _is_loopback(host)):
+        """token: empty for a random one, which clients of this user find on this machine. Raises UserError if clients
+        on other machines would have to know a random one, or if the port is in use."""
+        if not (token or is_loopback(host)):
             raise UserError(
                 f"at {host} other machines can run programs: set {TOKEN} to the same password on both sides"
             )
-        self.service, self.token = service, token
-        self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        super().__init__((host, port), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.service, self.kept_token = service, ExitStack()
         try:
-            super().__init__((host, port), _Handler)
+            listening = create_server((host, port), family=AF_INET6 if ":" in host else AF_INET)
         except (OSError, OverflowError) as error:  # the latter for a port above 65535
             raise UserError(f"{host}:{port} cannot be listened on: {getattr(error, 'strerror', error)}") from None
+        self.socket = Door(listening, _MAX_CONNECTIONS)
+        self.server_address = listening.getsockname()
+        self.token_file: Path | None = None
+        if not token:
+            token = new_token()
+            self.token_file = self.kept_token.enter_context(token_for_this_user(self.server_address[1], token))
+        self.guard = Guard(host, token, MAX_BODY_BYTES)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
+    def server_close(self) -> None:
+        super().server_close()
+        self.kept_token.close()
 
     def service_actions(self) -> None:
         """Called by `serve_forever`, twice a second."""
@@ -183,36 +177,45 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _SOCKET_S
     connection: socket
 
+    def parse_request(self) -> bool:
+        """Refuse what the guard refuses, whatever its method."""
+        if not super().parse_request():
+            return False
+        try:
+            self.server.guard.check(self.command, self.path, [(n.lower(), v) for n, v in self.headers.items()])
+        except Refused as refused:
+            self.close_connection = True
+            self._reply(refused.status, refused.body())
+            return False
+        return True
+
     def do_POST(self) -> None:
         try:
-            self._reply(HTTPStatus.OK, self.server.service.answer(self._action(), self._request()))
+            answer = self.server.service.answer(self.path.rpartition("/v1/")[2], self._request())
+            self._reply(HTTPStatus.OK, json.dumps(answer).encode())
         except Refused as refused:
             # Read the rest of the body, which would be taken for the next request.
             self.close_connection = refused.status not in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GONE)
-            self._reply(refused.status, {"fault": str(refused)})
+            self._reply(refused.status, refused.body())
         except SandboxFault as fault:
-            self._reply(HTTPStatus.INTERNAL_SERVER_ERROR, {"fault": str(fault)})
-
-    def _action(self) -> str:
-        token = self.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-        if self.server.token and not hmac.compare_digest(token, self.server.token.encode()):
-            raise Refused(HTTPStatus.UNAUTHORIZED, "another password")
-        return self.path.rpartition("/v1/")[2]
+            self._reply(HTTPStatus.INTERNAL_SERVER_ERROR, Refused(HTTPStatus.INTERNAL_SERVER_ERROR, str(fault)).body())
 
     def _request(self) -> Mapping[str, Any]:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
-            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request may have at most {MAX_BODY_BYTES:,} bytes")
+        length = self.headers.get("Content-Length")
+        if length is None:
+            raise Refused(HTTPStatus.LENGTH_REQUIRED, "a request says how long it is")
+        self.connection.settimeout(_BODY_S)
+        sent = self.rfile.read(int(length))
+        self.connection.settimeout(_SOCKET_S)
         try:
-            request = json.loads(self.rfile.read(int(length)))
+            request = json.loads(sent)
         except (ValueError, RecursionError):
             request = None
         if not isinstance(request, dict):
             raise Refused(HTTPStatus.BAD_REQUEST, "a request is a JSON object")
         return request
 
-    def _reply(self, status: HTTPStatus, reply: Mapping[str, object]) -> None:
-        body = json.dumps(reply).encode()
+    def _reply(self, status: HTTPStatus, body: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -239,10 +242,3 @@ def _limits(request: Mapping[str, Any]) -> Limits:
             raise ValueError(f"'{name}' is no limit")
     bounded = {name: type(most)(min(getattr(wanted, name), most)) for name, most in MOST._asdict().items()}
     return Limits(**bounded)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

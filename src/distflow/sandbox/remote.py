@@ -12,11 +12,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from distflow.errors import UserError
+from distflow.http_guard import is_loopback, token_of
 from distflow.sandbox import interface
 from distflow.sandbox.inside.program_messages import from_text, to_text
 
 TOKEN = "DISTFLOW_SANDBOX_TOKEN"
-"""The environment variable with the password that a server and its clients share."""
+"""The environment variable with the password that a server and its clients share. Without it, a server that listens on
+this machine alone makes one, which clients of its user find."""
 
 _WAITS_S = (0.2, 0.4, 0.8, 1.6)
 _BUSY_S = 60.0
@@ -78,7 +80,7 @@ class RemoteSandbox(interface.AnySandbox):
             time.sleep(_WAITS_S[0])
         self.waited_s += max(time.monotonic() - began - float(reply.get("seconds", 0.0)), 0.0)
         if status != http.HTTPStatus.OK:
-            reason = str(reply.get("fault", ""))[:_SHOWN]
+            reason = str(reply.get("error", ""))[:_SHOWN]
             hint = f" (see {TOKEN})" if status == http.HTTPStatus.UNAUTHORIZED else ""
             raise interface.SandboxFault(f"the sandbox at {self.url} answers {status}: {reason}{hint}")
         return reply
@@ -87,9 +89,15 @@ class RemoteSandbox(interface.AnySandbox):
         """Close the connection. Idempotent."""
         self._connection.close()
 
+    def _token(self) -> str:
+        """The shared password, or that of this user's server on this machine."""
+        if token := os.environ.get(TOKEN):
+            return token
+        return token_of(self._connection.port) if is_loopback(self._connection.host) else ""
+
     def _exchange(self, action: str, request: Mapping[str, object], timeout_s: float) -> tuple[int, dict[str, Any]]:
         body = json.dumps(request).encode()
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get(TOKEN, '')}"}
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._token()}"}
         self._connection.timeout = timeout_s
         if self._connection.sock is not None:
             self._connection.sock.settimeout(timeout_s)

@@ -1,8 +1,13 @@
 """SQL over the folders of runs: what each view holds, what damaged and hostile files do, and what is refused."""
 
+import datetime
 import hashlib
 import json
 import math
+import multiprocessing
+import resource
+import tempfile
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow
@@ -237,3 +242,30 @@ def test_the_command_prints_a_table_json_or_csv(tmp_path: Path, capsys: pytest.C
     assert main(["sql", run_dir, query]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\\x1b]0;owned" in out and out.splitlines()[0].split() == ["response", "score"]
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("select repeat('x', 2000000000)", "more than 700 MB"),
+        ("select repeat('x', 10000000) from range(1000)", "more than 700 MB"),
+        ("select sum(length(repeat('x', 500000000))) from range(1000)", "more than 0.2 s"),
+    ],
+)
+def test_a_query_that_does_not_look_up_is_ended_and_has_no_more_memory_than_it_may(
+    tmp_path: Path, query: str, words: str
+) -> None:
+    """Nothing of it stays: neither its process, nor its folder."""
+    run_dir, before = write_run(tmp_path / "run", num_steps=2), set(Path(tempfile.gettempdir()).glob("distflow-sql-*"))
+    with pytest.raises(UserError, match=words):
+        query_runs([run_dir], query, max_s=0.2 if "0.2" in words else 60.0)
+    assert multiprocessing.active_children() == []
+    assert set(Path(tempfile.gettempdir()).glob("distflow-sql-*")) <= before
+    most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    assert most < resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + 800 * 10**6
+
+
+def test_values_keep_their_types(tmp_path: Path) -> None:
+    query = "select {'a': [1, null]}, date '2020-01-02', 1.5::decimal(4, 1), 'a'::blob, 10::hugeint"
+    found = rows(write_run(tmp_path / "run", num_steps=2), query)
+    assert found == [({"a": [1, None]}, datetime.date(2020, 1, 2), Decimal("1.5"), b"a", 10)]

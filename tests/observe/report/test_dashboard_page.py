@@ -15,7 +15,7 @@ from distflow.data.batch import Batch
 from distflow.observe.crash_safe_files import encode
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.runtime.run_recorder import TOKEN_TEXTS, keep_groups
-from tests.commands.test_dashboard import Client, serve
+from tests.commands.test_dashboard import TOKEN, Client, serve
 from tests.launch.plans.test_rates_from_run_folder import write as write_measured_run
 from tests.observe.conftest import HOSTILE, write_asynchronous_run, write_run
 from tests.observe.report.test_page import BLUE, CONTRAST, count, picture, press
@@ -35,7 +35,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 def open_page(browser: Any, client: Client, page: str, width: int = 1280, theme: str = "light", **query: Any) -> None:
     """Open a page and wait until its data are drawn."""
     path = "" if page == "runs" else page
-    address = f"http://{client.host}/{path}?{urlencode(query, doseq=True)}"
+    address = f"http://{client.host}/{path}?{urlencode({'token': TOKEN, **query}, doseq=True)}"
     browser.open(address, width=width, height=2500, theme=theme)
     wait(browser, "document.body?.getAttribute('aria-busy') === 'false'")
     if page == "samples":  # they are read in the background

@@ -1,4 +1,5 @@
-"""A small server with vLLM's routes, which lies where it is told to: what a client must not believe."""
+"""A small server with the routes of vLLM, SGLang and OpenAI, which lies where it is told to: what a client must not
+believe."""
 
 import json
 import threading
@@ -72,6 +73,20 @@ class Server(ThreadingHTTPServer):
             return {"success": True}
         if path == "/update_weight_version":
             self.label = asked["new_version"]
+        if path == "/v1/models":
+            return {"data": [{"id": "policy"}]}
+        if path == "/v1/completions":
+            length = asked["max_tokens"]
+            log_probs = {"token_logprobs": [-1.0] * length}
+            return {"choices": [{"token_ids": [7] * length, "logprobs": log_probs, "finish_reason": "length"}]}
+        if path == "/get_model_info":
+            return {"weight_version": self.label}
+        if path == "/update_weights_from_disk":
+            return {"success": True}
+        if path == "/generate":
+            tokens = [[-1.0, 7, None] for _ in range(asked["sampling_params"]["max_new_tokens"])]
+            end = {"finish_reason": {"type": "length"}, "weight_version": self.label}
+            return {"meta_info": {**end, "output_token_logprobs": tokens}}
         if path == "/inference/v1/generate":
             length, params = asked["sampling_params"]["max_tokens"], asked["sampling_params"]
             choices = [self._choice(index, length) for index in range(params["n"])]

@@ -1,6 +1,7 @@
 """No answer of a server is believed that cannot be true, and what is wrong is said in one sentence."""
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -35,14 +36,15 @@ def server() -> Iterator[Server]:
         yield found
 
 
-def make(url: str, **options: Any) -> VllmEngine:
-    return VllmEngine(make_model(), tiny_tokenizer(), version=FIRST, url=url, **options)
+def make(url: str, kind: type[HttpEngine] = VllmEngine, **options: Any) -> Any:
+    return kind(make_model(), tiny_tokenizer(), version=FIRST, url=url, **options)
 
 
-def run(engine: VllmEngine, story: Callable[[VllmEngine], Awaitable[Any]]) -> Any:
+def run(engine: Any, story: Callable[[Any], Awaitable[Any]]) -> Any:
     async def with_engine() -> Any:
         async with engine:
-            await engine.load_weights(FIRST, list(engine.model.named_parameters()))
+            if not isinstance(engine, OpenAIEngine):
+                await engine.load_weights(FIRST, list(engine.model.named_parameters()))
             return await asyncio.wait_for(story(engine), DEADLINE_S)
 
     return asyncio.run(with_engine())
@@ -71,6 +73,19 @@ def set_tokens(choice: dict[str, Any], drawn: list[float], token: int) -> None:
     choice["token_ids"][:], drawn[::3] = [token] * 4, [token] * 4
 
 
+def lengthen(choice: dict[str, Any], drawn: list[float]) -> None:
+    choice["token_ids"].append(7)
+    choice["weight_versions"][0]["end"] += 1
+    drawn.extend((7, -1.0, -0.5))
+
+
+def spans(*labels: Any) -> Iterator[dict[str, Any]]:
+    """Of four tokens."""
+    each = 4 // len(labels)
+    for number, label in enumerate(labels):
+        yield {"version": label, "start": number * each, "end": (number + 1) * each}
+
+
 LIES: dict[str, tuple[Change, str]] = {
     "NaN": (set_number(4, float("nan")), "invalid log-probs"),
     "minus infinity": (set_number(5, float("-inf")), "invalid log-probs"),
@@ -88,6 +103,21 @@ LIES: dict[str, tuple[Change, str]] = {
     "weights of no version": (lambda choice, _: choice.update(weight_versions=None), "and 0 versions"),
     "versions for a part": (lambda choice, _: choice["weight_versions"][0].update(end=3), "and 3 versions"),
     "too few tokens": (lambda choice, _: choice.update(token_ids=[7, 7]), "2 tokens with 2 and 2 log-probs, and 4"),
+    "more tokens than asked": (lambda choice, drawn: lengthen(choice, drawn), "5 tokens where at most 4"),
+    "an infinite token": (set_number(0, float("inf")), "in a form that its interface"),
+    "a token that is true": (lambda choice, drawn: set_tokens(choice, drawn, True), "a token True"),
+    "a token of many digits": (lambda choice, _: choice["token_ids"].__setitem__(0, 10**400), "of other tokens"),
+    "tokens that are no list": (lambda choice, _: choice.update(token_ids=4), "in a form that its interface"),
+    "a version that is no text": (lambda choice, _: choice.update(weight_versions=[*spans(["0.3"])]), "weights '['"),
+    "versions of many tokens": (
+        lambda choice, _: choice["weight_versions"][0].update(end=10**12),
+        "4 tokens with 4 and 4 log-probs, and 1048576 versions",
+    ),
+    "versions beyond all numbers": (
+        lambda choice, _: choice["weight_versions"][0].update(start=-(10**400), end=10**400),
+        "and 1048576 versions",
+    ),
+    "an index of many digits": (lambda choice, _: choice.update(index="1" * 5000), "in a form that its interface"),
     "no end": (lambda choice, _: choice.clear(), "in a form that its interface"),
 }
 
@@ -105,6 +135,95 @@ def test_a_response_that_cannot_be_true(server: Server, name: str) -> None:
         with pytest.raises(TrustError) as error:
             await engine.generate(request())
         assert said in str(error.value) and server.url in str(error.value)
+
+    run(make(server.url), story)
+
+
+KINDS = {SGLangEngine: "/generate", OpenAIEngine: "/v1/completions"}
+NUMBERS = {
+    "400 digits": b"-" + b"9" * 400,
+    "400 digits above 0": b"9" * 400,
+    "5000 digits": b"-" + b"9" * 5000,
+    "beyond a float": b"-1e400",
+    "beyond a float and above 0": b"1e400",
+    "NaN": b"NaN",
+}
+OTHER_TYPES = {
+    "text": b'"-1.0"',
+    "true": b"true",
+    "false": b"false",
+    "nothing": b"null",
+    "a list": b"[-1.0]",
+}
+NUMBERS |= OTHER_TYPES
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_log_prob_that_is_no_log_prob_is_its_servers_error(server: Server, kind: type[HttpEngine], name: str) -> None:
+    """Also with top_k, where SGLang's are computed with."""
+
+    def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
+        return json.dumps(true).encode().replace(b"-1.0", NUMBERS[name], 1) if path == KINDS[kind] else true
+
+    async def story(engine: Any) -> None:
+        await engine.generate(request())
+        server.lie = lie
+        with pytest.raises(TrustError) as error:
+            await engine.generate(request())
+        assert server.url in str(error.value)
+        said = {"5000 digits": "no JSON"}.get(name, "a log-prob is" if name in OTHER_TYPES else "invalid log-probs")
+        assert said in str(error.value)
+
+    run(make(server.url, kind), story)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_tokens_than_were_asked_for_are_their_servers_error(server: Server, kind: type[HttpEngine]) -> None:
+    def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
+        if path == KINDS[kind]:
+            asked.get("sampling_params", asked)[{SGLangEngine: "max_new_tokens"}.get(kind, "max_tokens")] = 9
+            return server.answer(path, asked)
+        return true
+
+    async def story(engine: Any) -> None:
+        server.lie = lie
+        with pytest.raises(TrustError, match=f"{server.url} answered 9 tokens where at most 4"):
+            await engine.generate(request())
+
+    run(make(server.url, kind), story)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "answer"),
+    [
+        (VllmEngine, "/collective_rpc", {"results": [{"max_model_len": "x"}]}),
+        (VllmEngine, "/collective_rpc", {"results": []}),
+        (SGLangEngine, "/server_info", []),
+        (SGLangEngine, "/server_info", {"context_length": "long"}),
+        (SGLangEngine, "/get_model_info", b"[" * 200_000),
+        (OpenAIEngine, "/v1/models", {"data": [1]}),
+        (OpenAIEngine, "/v1/models", {"data": [{"id": "policy", "max_model_len": "x"}]}),
+    ],
+    ids=str,
+)
+def test_what_a_server_says_of_itself_is_its_error_if_nobody_can_read_it(
+    server: Server, kind: type[HttpEngine], path: str, answer: Any
+) -> None:
+    server.lie = lambda asked_path, asked, true: answer if asked_path == path else true
+    with pytest.raises((TrustError, UserError)) as error:
+        run(make(server.url, kind), lambda engine: asyncio.sleep(0))
+    assert server.url in str(error.value)
+
+
+@pytest.mark.parametrize("count", ["Infinity", "-1", "1" * 400, "x", None])
+def test_a_number_of_tokens_that_nobody_can_have_drawn(server: Server, count: str | None) -> None:
+    async def story(engine: VllmEngine) -> None:
+        answer = {"results": [count]}
+        server.lie = lambda path, asked, true: answer if asked.get("method") == "distflow_count" else true
+        with pytest.raises(TrustError) as error:
+            await engine.pause()
+        assert server.url in str(error.value)
 
     run(make(server.url), story)
 
@@ -436,6 +555,28 @@ def test_a_response_that_ends_while_only_the_version_changes_may_have_the_next(s
         server.released.set()
         await update
         assert engine.version == Version(0, 1)
+
+    run(make(server.url), story)
+
+
+def test_versions_rise_within_a_response(server: Server) -> None:
+    async def story(engine: VllmEngine) -> None:
+        def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
+            if path == GENERATE:
+                true["choices"][0]["weight_versions"] = [*spans(*labels)]
+            return server.released.wait(DEADLINE_S) and true if path == "/update_weight_version" else true
+
+        server.lie, labels = lie, ("0.0", "0.1")
+        update = asyncio.create_task(engine.load_weights(Version(0, 1), None))
+        while server.label != "0.1":
+            await asyncio.sleep(0.01)
+        (response, _) = (await engine.generate(request())).generations
+        assert response.versions == [0, 0, 1, 1]
+        labels = ("0.1", "0.0")
+        with pytest.raises(TrustError, match="a token of weights '0.0' after one of newer weights"):
+            await engine.generate(request())
+        server.released.set()
+        await update
 
     run(make(server.url), story)
 

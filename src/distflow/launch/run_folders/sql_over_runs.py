@@ -6,7 +6,9 @@ cannot be patterns. Everything else comes from the readers that the report uses.
 """
 
 import math
+import os
 import re
+import sys
 import tempfile
 import threading
 import time
@@ -16,13 +18,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
 from itertools import pairwise
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
 from distflow.errors import UserError
+from distflow.limited_fork import limit_memory, limited_fork
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import bytes_left_out, read_object, to_number
 from distflow.observe.report.doctor import examine, read_charges
@@ -45,7 +52,17 @@ _READ_TIMES = 2.0
 """How often the time of a query its files may take to be read."""
 
 _read_until = ContextVar("_read_until", default=math.inf)
-_MAX_MEMORY = "700MB"
+_SLOW_FILES = "the files take too long to read: name fewer runs, or allow more time with --seconds"
+_MAX_BYTES, _MAX_READ_BYTES = 700 * 10**6, 2 * 10**9
+"""Of the query itself, and of what is read for it."""
+_MEMORY = f"more than {_MAX_BYTES // 10**6} MB of memory: narrow it"
+_MAX_THREADS = 4
+_one_at_a_time = threading.Lock()
+_GRACE_S = 1.0
+"""For an answer that is on its way when the time is over."""
+
+_LONGEST_WAIT_S = 2e6
+"""The system counts milliseconds in 31 bits."""
 LEDGER = "ledger.jsonl"
 _TOKENS_FILE = re.compile(r"(\d{6,18})(?:\.\d+)?\.safetensors")
 _TOKEN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "versions")
@@ -83,39 +100,102 @@ class Answer:
 
 def query_runs(run_dirs: Sequence[Path], query: str, max_rows: int = MAX_ROWS, max_s: float = MAX_S) -> Answer:
     """The rows of one SELECT over the views of `VIEWS`, or of one of `QUESTIONS` by its word; each view has a column
-    `run`. max_s: of the query itself; reading the files may take twice as long.
+    `run`. max_s: of the query itself; reading the files may take twice as long. A fork asks it, with as much memory as
+    `_MAX_BYTES`.
 
-    Raises UserError without DuckDB, for another statement, a wrong one, or one that takes too long.
+    Raises UserError without DuckDB, for another statement, a wrong one, or one that takes too much time or memory.
     """
-    _read_until.set(time.monotonic() + _READ_TIMES * max_s)
     _, query = QUESTIONS.get(query.strip(), ("", plain(query)))
+    _import_readers(query)
+    with (
+        _one_at_a_time,
+        tempfile.TemporaryDirectory(prefix="distflow-sql-") as folder,
+        limited_fork(partial(_serve, run_dirs, query, max_rows, max_s, Path(folder)), "query") as answering,
+    ):
+        limit_s, why = _READ_TIMES * max_s, _SLOW_FILES
+        while True:
+            if not answering.poll(min(max(limit_s, 0.0) + _GRACE_S, _LONGEST_WAIT_S)):
+                raise UserError(why)
+            try:
+                # Pickled by our own fork, whose end of the connection nobody else has.
+                kind, value = answering.recv()
+            except EOFError:
+                raise UserError(f"the query cannot be answered: its process ended, perhaps for {_MEMORY}") from None
+            if kind == "answer":
+                return cast(Answer, value)
+            if kind == "error":
+                raise UserError(value)
+            limit_s, why = value, _slow_query(max_s)
+
+
+def _import_readers(query: str) -> None:
+    """Import once what each fork would import by itself. Raises UserError."""
     try:
-        import duckdb
+        for name in ("duckdb", "pyarrow.parquet"):
+            import_module(name)
     except ImportError as error:
         raise UserError("`distflow sql` needs DuckDB: pip install 'distflow[ui]'") from error
-    with tempfile.TemporaryDirectory(prefix="distflow-sql-") as folder, duckdb.connect(":memory:") as connection:
+    with suppress(ImportError):
+        import_module("pandas")  # DuckDB looks whether a table is one of pandas
+    if "tokens" in query.lower():
+        import_module("distflow.runtime.run_recorder")
+
+
+def _slow_query(max_s: float) -> str:
+    return f"the query took more than {max_s:g} s: narrow it, or allow more with --seconds"
+
+
+def _serve(
+    run_dirs: Sequence[Path], query: str, max_rows: int, max_s: float, folder: Path, channel: Connection
+) -> None:
+    """In the fork: send the answer or an error, and before that how long each part of the query may take."""
+    limit_memory(_MAX_READ_BYTES)
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)  # a fork has no other threads, and would wait for them
+    _read_until.set(time.monotonic() + _READ_TIMES * max_s)
+    try:
+        sent = ForkingPickler.dumps(("answer", _answer(run_dirs, query, max_rows, max_s, folder, channel)))
+    except UserError as error:
+        sent = ForkingPickler.dumps(("error", str(error)))
+    except MemoryError:
+        sent = ForkingPickler.dumps(("error", f"the query needs {_MEMORY}"))
+    channel.send_bytes(sent)
+
+
+def _answer(
+    run_dirs: Sequence[Path], query: str, max_rows: int, max_s: float, folder: Path, channel: Connection
+) -> Answer:
+    import duckdb
+
+    with duckdb.connect(":memory:", config={"threads": min(os.cpu_count() or 1, _MAX_THREADS)}) as connection:
         try:
             _check_statement(connection, query)
-            connection.execute(f"set memory_limit='{_MAX_MEMORY}'")
+            connection.execute(f"set memory_limit='{_MAX_BYTES}B'")
             named = _views_of(query)
-            damage = [s for name in named for s in _add_view(connection, name, _named(run_dirs), Path(folder))]
-            _allow(connection, Path(folder))
+            damage = [s for name in named for s in _add_view(connection, name, _named(run_dirs), folder)]
+            _allow(connection, folder)
             for setting in ("temp_directory=''", "enable_external_access=false"):
                 connection.execute(f"set {setting}")
             connection.execute("set lock_configuration=true")
+            limit_memory(_MAX_BYTES)
             mistakes = (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException)
             try:
+                channel.send(("asks", max_s))
                 found = _ask(connection, query, max_rows, max_s)
             except duckdb.Error as error:
-                if "samples" not in named or isinstance(error, (*mistakes, duckdb.InterruptException)):
+                is_known = isinstance(error, (*mistakes, duckdb.InterruptException, duckdb.OutOfMemoryException))
+                if "samples" not in named or is_known:
                     raise
-                damage += _remove_damaged(Path(folder), max_s)
+                channel.send(("asks", 3 * max_s))
+                damage += _remove_damaged(folder, max_s)
                 with _limited(connection, max_s):
-                    connection.execute(_view_of_samples(Path(folder), by_name=True))
+                    connection.execute(_view_of_samples(folder, by_name=True))
                 found = _ask(connection, query, max_rows, max_s)
             return replace(found, damage=tuple(damage))
         except duckdb.InterruptException as error:
-            raise UserError(f"the query took more than {max_s:g} s: narrow it, or allow more with --seconds") from error
+            raise UserError(_slow_query(max_s)) from error
+        except duckdb.OutOfMemoryException as error:
+            raise UserError(f"the query needs {_MEMORY}") from error
         except duckdb.Error as error:
             raise UserError(f"the query cannot be answered: {error}") from error
 
@@ -192,7 +272,7 @@ def _in_time(items: Iterable[T], each: int = 1000) -> Iterator[T]:
     """The items. Raises UserError, at every `each`, if reading the files takes too long."""
     for number, item in enumerate(items):
         if not number % each and time.monotonic() > _read_until.get():
-            raise UserError("the files take too long to read: name fewer runs, or allow more time with --seconds")
+            raise UserError(_SLOW_FILES)
         yield item
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.errors import TrustError, UserError
 from distflow.models.lora import plain_name, unwrapped
-from distflow.rollout.engine import Activity, GenerateRequest, GenerateResult, RequestLog, WeightReceipt
+from distflow.rollout.engine import Activity, GenerateRequest, GenerateResult, Generation, RequestLog, WeightReceipt
 from distflow.rollout.engine_weights import check_version, checked
 from distflow.rollout.servers.answer_checks import Answer, AnswerCheck, label_of, lie
 from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess, WeightFiles
@@ -44,7 +44,7 @@ UNLIMITED: Final = httpx.Timeout(None, connect=_CONNECT_S)  # for responses: `_w
 _START_LOOKS_EVERY_S: Final = 0.2
 _AT_SOCKET: Final = "http://server"
 _NO_LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=1.0)
-MALFORMED: Final = (ValueError, LookupError, TypeError, AttributeError)
+MALFORMED: Final = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 """Errors that reading an answer of another form raises."""
 
 _log = logging.getLogger(__name__)
@@ -204,12 +204,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         check_request(request.prompt_ids, request.samples, request.params, vocab_size, self.max_positions)
         first, self._moved = self.version, time.monotonic()
         with self._activity.busy():
-            answers = await self._call(partial(self._answers, request))
-            if len(answers) != len(request.samples):
-                raise lie(self.who, f"{len(answers)} responses where {len(request.samples)} were asked for")
-            check = AnswerCheck(self.who, self.tokenizer, vocab_size, first, max(self.version, self._newest))
-            given = zip(request.samples, answers, strict=True)
-            generations = tuple(check.generation(sample, request.params, answer) for sample, answer in given)
+            generations = await self._call(partial(self._generations, request, first))
             self._activity.responded(request, generations)
         return GenerateResult(generations)
 
@@ -280,7 +275,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     def read(self, answer: httpx.Response) -> Any:
         try:
             return answer.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             raise lie(self.who, f"no JSON, but {answer.text[:80]!r}") from None
 
     @property
@@ -288,17 +283,32 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         return f"the {self.NAME}" + (f" at {self.url}" if self.url else "")
 
     async def _answers(self, request: GenerateRequest) -> list[Answer]:
+        return await self.ask(request)
+
+    async def _generations(self, request: GenerateRequest, first: Version) -> tuple[Generation, ...]:
+        """The checked answers. first: the version at the start of the request."""
+        answers = await self._answers(request)
+        if len(answers) != len(request.samples):
+            raise lie(self.who, f"{len(answers)} responses where {len(request.samples)} were asked for")
+        last = max(self.version, self._newest)
+        check = AnswerCheck(self.who, self.tokenizer, self.config.vocab_size, first, last)
+        given = zip(request.samples, answers, strict=True)
+        return tuple(check.generation(sample, request.params, answer) for sample, answer in given)
+
+    async def _reading(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of `work`. Raises TrustError where it cannot read an answer."""
         try:
-            return await self.ask(request)
+            return await work()
         except MALFORMED as err:
             if isinstance(err, UserError):
                 raise
-            raise lie(self.who, f"in a form that its interface does not define ({type(err).__name__}: {err})") from err
+            what = f"{type(err).__name__}: {err}"[:300]
+            raise lie(self.who, f"in a form that its interface does not define ({what})") from err
 
     async def _call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run `work`, again with the next server if this one is lost. Raises ServerFailed if none is available."""
         for number in range(1, MOST_SERVERS + 1):
-            server, task = self.number_of_server, asyncio.create_task(work())
+            server, task = self.number_of_server, asyncio.create_task(self._reading(work))
             self._running.add(task)
             try:
                 return await task
@@ -362,7 +372,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         due = time.monotonic() + (START_S if self._process is not None else ATTACH_S)
         while True:
             try:
-                await self.begin()
+                await self._reading(self.begin)
                 break
             except httpx.TransportError as err:
                 self._check_starting(err, due)

@@ -101,7 +101,7 @@ class OpenAIEngine(HttpEngine):
         )
         if choice.get("prompt_token_ids") not in (None, list(request.prompt_ids)):
             raise lie(self.who, "for a prompt other than the requested one")
-        ids, log_probs = _ids_of(choice), [float(each) for each in choice["logprobs"]["token_logprobs"]]
+        ids, log_probs = _ids_of(choice), list(choice["logprobs"]["token_logprobs"])
         if ids is None:
             raise KeyError("token_ids")
         self._num_tokens += len(ids)

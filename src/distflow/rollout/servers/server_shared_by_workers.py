@@ -99,7 +99,7 @@ class _Follower(HttpEngine):
                 self.socket.unlink(missing_ok=True)
                 self.socket.symlink_to(published[0])
                 with suppress(httpx.TransportError):
-                    await self.begin()
+                    await self._reading(self.begin)
                     if self.group.server() == published:  # else it may be the next one, which has no weights yet
                         return
             if time.monotonic() > due:

@@ -108,7 +108,7 @@ class SGLangEngine(HttpEngine):
             if tokens is None and reason == "abort":  # the request had not begun
                 tokens = []
             ids += [token for _, token, *_ in tokens]
-            rollout += [float(log_prob) for log_prob, *_ in tokens]
+            rollout += [log_prob for log_prob, *_ in tokens]
             sampling += _of_draws(meta, request.params) if tokens else []
             versions += [meta["weight_version"]] * len(tokens)
             self._num_tokens += len(tokens)

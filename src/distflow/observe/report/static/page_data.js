@@ -26,7 +26,7 @@ async function ask(part, params, draw) {
 
 async function answerOf(url) {
   try {
-    const answer = await fetch(url);
+    const answer = await fetch(url, { headers: { Authorization: `Bearer ${data.token}` } });
     return { ok: answer.ok, content: await answer.json() };
   } catch (error) {
     return { ok: false, content: { error: `The dashboard does not answer (${error.message}). It may have ended.` } };
