@@ -8,6 +8,7 @@ from pathlib import Path
 
 from distflow import __version__
 from distflow.launch.run_folders.export_checkpoint import write_hf_models
+from distflow.launch.run_folders.run_seal import SEAL, seal_run
 from distflow.observe.crash_safe_files import remove_asides, sync
 from distflow.observe.report.build import report_data, write_report
 from distflow.observe.report.summary_sentences import accuracies
@@ -197,6 +198,7 @@ def write_facts(spec: Spec, model_facts: Mapping[str, object], recorder: Recorde
         **spec.description,
         **spec.facts,
         **model_facts,
+        **({SEAL: seal} if (seal := seal_run(spec.config)) else {}),
     }
     recorder.folder.write_json("run.json", facts)
     if spec.overlap:
