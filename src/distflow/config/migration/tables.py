@@ -151,7 +151,7 @@ def find_synonyms(key: str, value: object, known: Collection[str] = ()) -> list[
 def _synonyms() -> Mapping[tuple[str, str], list[str]]:
     """By key and lower-case word."""
     found = dict[tuple[str, str], list[str]]()
-    for keys, entry in read_toml(Path(__file__).with_name("synonyms.toml")).items():
+    for keys, entry in read_toml(Path(__file__).parents[1] / "synonyms.toml").items():
         for words, ours in entry.items():
             for key, word in product(expand(keys), expand(words)):
                 found.setdefault((key, word.lower()), []).append(ours)

@@ -25,16 +25,14 @@ def named_pipeline(config: Config) -> Iterator[Finding]:
     """`dag.pipeline` names a built-in pipeline or a function."""
     name = config.dag.pipeline
     if isinstance(name, str) and name not in PIPELINES and not _is_reference(name):
-        is_preset = name in preset_names()
-        yield Finding(
-            ("dag.pipeline",),
-            "is neither a built-in pipeline nor the name of a function",
-            f"{name} is a preset: write distflow train {name}, or defaults: [{name}]"
-            if is_preset
-            else f"{did_you_mean(name, PIPELINES, 'dag.pipeline')}built in are {', '.join(PIPELINES)}; write your own as "
-            f"module:function, "
-            "file.py:function or a list of nodes",
+        meant = did_you_mean(name, PIPELINES, "dag.pipeline")
+        advice = (
+            f"{meant}built in are {', '.join(PIPELINES)}; write your own as module:function, file.py:function or a "
         )
+        advice += "list of nodes"
+        if name in preset_names():
+            advice = f"{name} is a preset: write distflow train {name}, or defaults: [{name}]"
+        yield Finding(("dag.pipeline",), "is neither a built-in pipeline nor the name of a function", advice)
 
 
 def known_names(config: Config) -> Iterator[Finding]:
