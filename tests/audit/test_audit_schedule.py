@@ -39,8 +39,8 @@ def test_an_audit_that_costs_too_much_waits_until_its_weights_were_kept(
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     schedule = AuditSchedule(20, 0, staleness)
     assert len(audited(schedule, range(5))) == (2 if staleness == 0 else 3)
-    for step in (4, 4):
-        schedule.begins()
+    schedule.begins()
+    schedule.begins()
     with schedule.timed(4, Depth.AUDIT):
         now += 10.0
     assert audited(schedule, range(5, 30)) == []
