@@ -28,7 +28,7 @@ from distflow.runtime.worker_place_and_dp_groups import Home, Place
 
 def follow_machines(loaded: Loaded) -> Loaded:
     """The config with the settings that its allocation implies. With several workers or a cluster, `trainer.device` is
-    resolved too: `auto` becomes torch's accelerator (cuda over Ray), or the CPU for a single worker where there is none.
+    resolved too: `auto` becomes torch's accelerator (cuda over Ray), or, for a single worker without one, the CPU.
     Raises UserError for devices that are not there."""
     loaded = follow_allocation(loaded)
     trainer = loaded.config.trainer

@@ -112,7 +112,8 @@ class TrainerConfig:
     )
     seed: int = key(1, "seed of new weights and of sampling", minimum=0, maximum=10**18)
     device: str = key(
-        "auto", "device of each worker: cpu, cuda, another accelerator of torch, or auto: that, and the CPU for one worker"
+        "auto",
+        "device of each worker: cpu, cuda, another of torch, or auto: what is there, and the CPU for one worker only",
     )
     num_threads: int | None = key(
         None, "torch's threads; null: all cores, or the rest after rollout.num_threads", minimum=1

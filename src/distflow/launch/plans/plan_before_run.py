@@ -28,6 +28,7 @@ from distflow.planning.known_models_and_devices import Device, ModelShape, devic
 from distflow.planning.predicted_run import Lengths, PredictedRun, predict
 from distflow.planning.search_allocations import (
     AUTO,
+    CHECKPOINTING,
     STALENESS,
     STRATEGY,
     Change,
@@ -84,8 +85,11 @@ class RunPlanner:
         staleness = {config.async_.max_staleness}
         if is_free(loaded.origins, STALENESS) and config.actor_rollout_ref.actor.policy_loss == "decoupled":
             staleness |= {0, 1, 2, 4}  # a loss that corrects for it
+        model = config.actor_rollout_ref.model
+        may_recompute = is_free(loaded.origins, CHECKPOINTING) and not model.enable_gradient_checkpointing
+        number = trainer.nnodes * trainer.n_gpus_per_node
         return search_allocations(
-            Choices(config, trainer.nnodes * trainer.n_gpus_per_node, chosen, tuple(sorted(staleness))),
+            Choices(config, number, chosen, tuple(sorted(staleness)), may_recompute),
             self.predict,
             self.simulate,
             lambda change: self._changed(change) is not None,
