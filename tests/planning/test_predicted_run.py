@@ -102,7 +102,7 @@ def test_a_sync_takes_the_time_of_its_slowest_transport(keys: list[str], least_s
 
 def test_a_server_beside_the_trainer_reads_files_and_an_offloaded_trainer_brings_its_weights() -> None:
     here, server = (run("grpo", *keys, device=ROOMY) for keys in ((), (VLLM,)))
-    assert seconds(server, "weight sync") > 2 * SHAPE.parameters / 2e9 > 10 * seconds(here, "weight sync")
+    assert seconds(server, "weight sync") > 2 * SHAPE.parameters / 4e9 > 10 * seconds(here, "weight sync")
     offloaded = run("grpo", "actor_rollout_ref.actor.fsdp_config.param_offload=true", device=ROOMY)
     brought = seconds(offloaded, "weight sync") - seconds(here, "weight sync")
     assert brought == pytest.approx(4 * SHAPE.parameters / 25e9)

@@ -87,12 +87,26 @@ def run_plan(arguments: argparse.Namespace) -> int:
             print(line)
     if arguments.html:
         write_plan_page(arguments.html, as_json(planner, simulated))
+    if not (arguments.measured or arguments.device or arguments.devices):
+        _check(planner)
     if not run.fits:
         change = planner.change_that_fits(run)
         advice = "use a smaller model, shorter sequences, or devices with more memory: no setting here makes it fit"
         advice = advice if change is None else f"it fits with {' '.join(change)}"
         raise UserError(f"it does not fit: {run.excess()}; {advice}")
     return 0
+
+
+def _check(planner: "RunPlanner") -> None:
+    """Raises UserError for what a run on this machine would refuse before it loads weights."""
+    from distflow.commands.config_and_data import why_not_from_files
+    from distflow.config.compose.check_paths import is_incomplete
+
+    config = planner.loaded.config
+    if not is_incomplete(config) and not why_not_from_files(config, planner.runs_code):
+        from distflow.launch.make_spec import check_run
+
+        check_run(planner.loaded)
 
 
 def _preset_of(arguments: argparse.Namespace) -> tuple[str, list[str]]:

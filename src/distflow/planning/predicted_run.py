@@ -56,7 +56,7 @@ from distflow.planning.plan_of_ranks_and_layouts import Channel, Plan, dp_groups
 COMPUTING, DECODING, SENDING = 0.4, 0.6, 0.7
 """Shares of the peak."""
 _HOST_LINK = 25e9  # bytes per second between a GPU and its host's memory
-_HOST_COPY, _FILES = 10e9, 2e9  # within a host's memory, as through Ray's store; to or from a file on an SSD
+_HOST_COPY, _SHARED_FILES, _FILES = 10e9, 4e9, 2e9  # to Ray's store; to or from files in memory, and on an SSD
 _HASHING = 4e9  # of sent and of received buckets by SHA-256, on a few cores
 _LAUNCH_S = {False: 8e-6, True: 60e-6}  # a layer's fixed time in a decode step, on a GPU and on a CPU
 _SLICES = 16
@@ -525,14 +525,12 @@ class StepTimes:
         settings, mode = self.config.actor_rollout_ref, self.config.actor_rollout_ref.actor.weight_update_mode
         to_host = 0.0 if self.device.is_cpu else 1 / _HOST_LINK
         network = 1 / (SENDING * self.device.network) if self._syncs_over_network else 0.0
-        from_file = 1 / _FILES + to_host
+        served = 2 / _SHARED_FILES + to_host
         if not self._generates_elsewhere:
             if ROLLOUT_ENGINES[settings.rollout.name].in_server:
-                return to_host + 1 / _FILES + from_file
+                return to_host + served
             return (1 + 4 / self.itemsize) / (self.device.bandwidth * DECODING)  # float32 is read, a copy written
-        received = 0.0
-        if ROLLOUT_ENGINES[settings.rollout.name].in_server:
-            received = 1 / _FILES + from_file
+        received = served if ROLLOUT_ENGINES[settings.rollout.name].in_server else 0.0
         if mode == "collective":
             return max(network or 1 / (SENDING * self.device.link), received)
         stored = 1 / (_FILES if mode == "disk" else _HOST_COPY)

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 from distflow.config import Config, Loaded, RunLimits, fit_to, load_config, with_changes
+from distflow.config.compose.check_paths import check_named_files
 from distflow.config.compose.fit_defaults_to_data import is_free
 from distflow.config.derived_settings import CUSTOM, model_of, pipeline_name
 from distflow.config.keys.reward import scoring_models
@@ -122,8 +123,10 @@ class RunPlanner:
 
     @cached_property
     def _as_written(self) -> Config:
-        overrides = [*_on_devices(self.num_devices), *self.overrides]
-        return self._read(overrides).config
+        loaded = self._read([*_on_devices(self.num_devices), *self.overrides])
+        if self.measured_in is None:  # else its files may be elsewhere
+            check_named_files(loaded)
+        return loaded.config
 
     def _read(self, overrides: Sequence[str]) -> Loaded:
         loaded = load_config(self.preset, overrides, complete=False, trust_code=self.runs_code)
