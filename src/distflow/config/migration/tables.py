@@ -142,9 +142,10 @@ def find_synonyms(key: str, value: object, known: Collection[str] = ()) -> list[
                 is_of_key = name.ours == key if "=" not in ours else f"{key}=" in ours
                 if is_of_key and isinstance(theirs, str) and theirs.lower() == word:
                     found[ours.removeprefix(f"{key}=") if " " not in ours else ours] += 1
-        if ours := {str(theirs).lower(): ours for theirs, ours in table.values.get(key, {}).items()}.get(word):
-            found[ours] += 1
-    return [each for each, _ in found.most_common() if "=" in each or each in known][:_MOST_SYNONYMS]
+        for theirs, ours in table.values.get(key, {}).items():
+            found[ours] += str(theirs).lower() == word
+    likely = (each for each, times in found.most_common() if times)
+    return [each for each in likely if "=" in each or each in known][:_MOST_SYNONYMS]
 
 
 @cache
