@@ -62,7 +62,8 @@ def run_config(arguments: argparse.Namespace) -> int:
 def _checked(loaded: "Loaded", trusted: bool) -> tuple["Loaded", UserError | None]:
     """The config that a run would have, if local files suffice to determine it, else unchanged; and what a run would
     refuse."""
-    from distflow.config.compose.check_paths import check_named_files, is_incomplete
+    from distflow.config.compose.check_paths import is_incomplete
+    from distflow.config.compose.load_config import check_named_files
 
     try:
         check_named_files(loaded)

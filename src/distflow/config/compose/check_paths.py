@@ -6,20 +6,16 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from distflow.builtin_names import HUB_DATA, MODELS
 from distflow.config import derived_settings
 from distflow.config.keys.schema import Config
 from distflow.config.rules import MODEL
 from distflow.config.rules.check_config import where
-from distflow.errors import ConfigError, Problem, count_of, missing_path, nearest
+from distflow.errors import Problem, count_of, missing_path, nearest
 from distflow.hub_id_or_local_path import WEIGHT_PATTERNS, model_fault
 from distflow.import_target import SourceFile, split_name
 from distflow.untrusted_files import MAX_SOURCE_BYTES, is_compressed, matching_files, pointer_fault, read_file
-
-if TYPE_CHECKING:
-    from distflow.config.compose.load_config import Loaded
 
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 _FUNCTION_IN_FILE = re.compile(r".*\.py:[A-Za-z_][\w.]*")
@@ -48,14 +44,6 @@ def find_missing(config: Config, origins: Mapping[str, str], needed: Collection[
             found = f"cannot be read: {getattr(error, 'strerror', None) or error}", "check the path"
         if found:
             yield Problem(((f"{key} = '{path}'", where(key, origins)),), *found)
-
-
-def check_named_files(loaded: "Loaded") -> None:
-    """Raises ConfigError if a file that the config names is missing, as a run does. A model may be elsewhere."""
-    config = loaded.config
-    models = {f"{MODEL}.path", f"{MODEL}.tokenizer_path", "critic.model.path"}
-    if problems := [*find_missing(config, loaded.origins, NEEDED_TO_TRAIN - models)]:
-        raise ConfigError(problems)
 
 
 def is_incomplete(config: Config) -> bool:

@@ -12,8 +12,8 @@ from random import Random
 from typing import Any
 
 from distflow.config import Config, Loaded, RunLimits, fit_to, load_config, with_changes
-from distflow.config.compose.check_paths import check_named_files
 from distflow.config.compose.fit_defaults_to_data import is_free
+from distflow.config.compose.load_config import check_named_files
 from distflow.config.derived_settings import CUSTOM, model_of, pipeline_name
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import with_values
