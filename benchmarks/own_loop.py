@@ -43,6 +43,7 @@ def settings(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         "data.max_response_length": options.length,
         "trainer.launcher": "ray",
         "trainer.n_gpus_per_node": 2,
+        "trainer.device": "cpu",
         "trainer.num_threads": 1,
         "trainer.save_freq": -1,
         "trainer.total_training_steps": options.steps,

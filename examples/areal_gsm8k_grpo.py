@@ -1,7 +1,7 @@
 """AReaL's `examples/math/gsm8k_grpo.py`, translated line by line, on the quickstart's tiny model and two-digit sums.
 
 python examples/areal_gsm8k_grpo.py
-python examples/areal_gsm8k_grpo.py trainer.launcher=ray trainer.n_gpus_per_node=2 async.max_staleness=2
+python examples/areal_gsm8k_grpo.py trainer.launcher=ray trainer.n_gpus_per_node=2 trainer.device=cpu
 """
 
 import sys

@@ -53,6 +53,16 @@ _KINDS: Final = (
 )
 
 
+def own_cache() -> Path:
+    """A folder that only this user can write to, for files that are run or trusted. Raises OSError if there is none."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distflow"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state = folder.stat()
+    if state.st_uid != os.getuid() or state.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, f"{folder} is writable by other users: run chmod 700 on it")
+    return folder
+
+
 def matching_files(source: str) -> list[Path]:
     """The files of a pattern such as `data/*.jsonl`, in the order of their names; empty if it is not a pattern."""
     path = Path(source).expanduser()

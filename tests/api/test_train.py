@@ -285,7 +285,9 @@ def test_several_at_once_each_with_its_own_rows_and_functions(tmp_path: Path) ->
         }
         for name, arguments in given.items():
             arguments |= {"preset_or_config": TINY, "overrides": small(tmp_path / name, trainer__num_threads=1)}
-        return distflow.train_several({name: given[name] for name in names}, {"trainer.n_gpus_per_node": len(names)})
+        return distflow.train_several(
+            {name: given[name] for name in names}, {"trainer.n_gpus_per_node": len(names), "trainer.device": "cpu"}
+        )
 
     runs = several("sums", "squares")
     assert {name: (run.folder, run.status) for name, run in runs.items()} == {
@@ -301,7 +303,9 @@ def test_several_at_once_each_with_its_own_rows_and_functions(tmp_path: Path) ->
 def test_what_is_wrong_with_one_of_several_is_said_before_any_is_written(tmp_path: Path) -> None:
     def several(of_b: dict, **more: object) -> None:
         runs = {name: {"preset_or_config": TINY, "overrides": small(tmp_path / name), "data": ROWS} for name in "ab"}
-        distflow.train_several({**runs, "b": runs["b"] | of_b}, {"trainer.n_gpus_per_node": 2, **more})
+        distflow.train_several(
+            {**runs, "b": runs["b"] | of_b}, {"trainer.n_gpus_per_node": 2, "trainer.device": "cpu", **more}
+        )
 
     with pytest.raises(UserError, match="^b: no argument on_step for one of several runs; use preset_or_config, "):
         several({"on_step": print})
@@ -317,7 +321,7 @@ def test_what_is_wrong_with_one_of_several_is_said_before_any_is_written(tmp_pat
         distflow.train_several({})
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match="2 independent parts, but only 1 device"):
-        several({}, **{"trainer.n_gpus_per_node": 1})
+        several({}, **{"trainer.n_gpus_per_node": 1, "trainer.device": "cpu"})
 
 
 @pytest.mark.slow
@@ -328,7 +332,7 @@ def test_one_of_several_that_fails_is_named_and_the_other_is_done(tmp_path: Path
     runs = {name: {"preset_or_config": TINY, "overrides": small(tmp_path / name), "data": ROWS} for name in "ab"}
     runs["b"]["advantage"] = broken
     with pytest.raises(RuntimeError, match="^b failed"):
-        distflow.train_several(runs, {"trainer.n_gpus_per_node": 2})
+        distflow.train_several(runs, {"trainer.n_gpus_per_node": 2, "trainer.device": "cpu"})
     assert distflow.load_run(tmp_path / "a").status == "finished"
 
 

@@ -99,7 +99,7 @@ def cluster() -> Iterator[Any]:
 
 def start(log: Path, grounds: Mapping[str, Playground], *words: str, address: str = "") -> CliRun:
     files = [f"{ground.folder}/{ground.folder.name}.yaml" for ground in grounds.values()]
-    keys = [*KEYS, "trainer.launcher=ray", *words]
+    keys = [*KEYS, "trainer.launcher=ray", "trainer.device=cpu", *words]
     return CliRun(log, ["train", *files, *keys], {"RAY_ADDRESS": address} if address else {})
 
 
@@ -132,7 +132,7 @@ def test_two_on_two_nodes_are_asked_to_end_and_resume_and_end_as_each_does_alone
             tmp_path / f"{name}.log",
             [
                 *("train", f"{ground.folder}/{name}.yaml", *KEYS, "trainer.launcher=ray"),
-                "trainer.n_gpus_per_node=2",
+                *("trainer.n_gpus_per_node=2", "trainer.device=cpu"),
                 *(f"trainer.default_local_dir={ground.folder}/alone",),
                 *(f"dag.pipeline={ground.folder}/looking.py:looking",),
             ],
@@ -211,7 +211,7 @@ def test_two_graphs_killed_at_random_and_resumed_end_as_each_does_alone(
     keys = {name: [*KEYS, *more, *own] for name, more in graphs.items()}
     files = {name: f"{ground.folder}/{name}.yaml" for name, ground in grounds.items()}
     words = ["train", *files.values(), *(f"{name}:{key}" for name in NAMES for key in keys[name])]
-    words += ["trainer.n_gpus_per_node=2", f"trainer.launcher={launcher}"]
+    words += ["trainer.n_gpus_per_node=2", "trainer.device=cpu", f"trainer.launcher={launcher}"]
     for start, victim in enumerate(["command", "command", drawn.choice(NAMES)]):
         watched = grounds[drawn.choice(NAMES) if victim == "command" else victim]
         for ground in grounds.values():

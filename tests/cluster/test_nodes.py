@@ -124,7 +124,7 @@ def test_each_worker_is_on_the_machine_of_the_plan(cluster: Any, tmp_path: Path)
     keys = ("trainer.n_gpus_per_node=2", "trainer.total_training_steps=2", env)
     status, said, _ = train(cluster, ground, *pipeline, *keys)
     assert status == 0, said
-    assert "trainer.device='cpu' instead of 'auto'" in said and "workers compute on: 4 × CPU" in said, said
+    assert "workers compute on: 4 × CPU" in said, said
     folder = tmp_path / "run"
     planned = [rank["node"] for rank in json.loads((folder / "plan.json").read_text())["ranks"]]
     found = [(folder / f"worker-{rank}").read_text() for rank in range(4)]
@@ -200,7 +200,7 @@ def test_a_cluster_that_is_too_small_is_told_with_what_is_missing(cluster: Any, 
 
 def test_workers_have_the_devices_of_the_cluster_and_not_of_the_driver(cluster: Any, tmp_path: Path) -> None:
     ground = Playground(tmp_path)
-    status, said, _ = train(cluster, ground, "trainer.nnodes=1", "trainer.n_gpus_per_node=2")
+    status, said, _ = train(cluster, ground, "trainer.nnodes=1", "trainer.n_gpus_per_node=2", "trainer.device=auto")
     assert "trainer.device='cuda' instead of 'auto'" in said and "Ray has 2 GPU(s) on 1 machine(s)" in said, said
     assert status == 2 and "Traceback" not in said, said  # the GPUs are none
     named = r"worker [01] of 2 \(pid \d+ on [\d.]+\): the plan has a GPU \(cuda\) for this process, but torch"

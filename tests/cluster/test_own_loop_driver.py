@@ -31,8 +31,12 @@ from tests.patience import wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("on_ray")]
 
 ROOT = Path(__file__).parents[2]
-TWO = {"trainer__launcher": "ray", "trainer__n_gpus_per_node": 2}
-APART = {"trainer__launcher": "ray", "trainer__allocation": "embedded[rollout]:d1+torch[actor]:d1"}
+TWO = {"trainer__launcher": "ray", "trainer__n_gpus_per_node": 2, "trainer__device": "cpu"}
+APART = {
+    "trainer__launcher": "ray",
+    "trainer__allocation": "embedded[rollout]:d1+torch[actor]:d1",
+    "trainer__device": "cpu",
+}
 
 
 def asleep(solution_str: str) -> float:
@@ -77,7 +81,7 @@ def test_areals_loop_trains_the_same_weights_on_one_process_and_on_two_workers(
 ) -> None:
     monkeypatch.chdir(ROOT)
     alone = areal(tmp_path / "alone")
-    two = areal(tmp_path / "two", "trainer.launcher=ray", "trainer.n_gpus_per_node=2")
+    two = areal(tmp_path / "two", "trainer.launcher=ray", "trainer.n_gpus_per_node=2", "trainer.device=cpu")
     for here, there in zip(figures(two), figures(alone), strict=True):
         wanted = {name: value for name, value in there.items() if not name.startswith(TIMES)}
         assert {name: here.get(name) for name in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-5)

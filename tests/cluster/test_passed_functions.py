@@ -29,6 +29,7 @@ def test_two_workers_run_what_a_cell_passes_and_registers(tmp_path: Path, launch
             trainer__total_training_steps=1,
             trainer__launcher=launcher,
             trainer__n_gpus_per_node=2,
+            trainer__device="cpu",
             algorithm__adv_estimator="cells_level",
         )
         passed = {"loss": own["plain"], "pipeline": own["counting"]}
@@ -45,6 +46,7 @@ def test_two_workers_generate_episodes_ahead_of_training(tmp_path: Path) -> None
         data={"train_batch_size": 2, "max_response_length": 8},
         trainer__launcher="ray",
         trainer__n_gpus_per_node=2,
+        trainer__device="cpu",
         trainer__total_training_steps=4,
         async__max_staleness=1,
         trust__audit_freq=1,
@@ -62,6 +64,7 @@ def test_two_workers_train_episodes_that_branch(tmp_path: Path) -> None:
         data={"train_batch_size": 2, "max_response_length": 8},
         trainer__launcher="ray",
         trainer__n_gpus_per_node=2,
+        trainer__device="cpu",
         trainer__total_training_steps=2,
         trust__audit_freq=1,
     )

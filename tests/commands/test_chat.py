@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distflow.cli import main
+from tests.e2e.runs import Playground
 from tests.tiny_models import write_tiny_model
 
 Ask = Callable[..., tuple[int, list[str], str]]
@@ -96,3 +97,30 @@ def test_a_temperature_that_is_no_number_is_refused(tmp_path: Path, ask: Ask) ->
     for text in ("nan", "inf", "-1"):
         status, _, err = ask("Hello\n", str(model), "--temperature", text)
         assert status == 2 and f"--temperature {text}: it must be 0 (greedy) or more" in err
+
+
+TALK = {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}
+PAIR = {"prompt": "1+1=", "response": "2"}
+OF_RL = ("reward.functions", "reward.num_workers", "custom_reward_function.path", "actor_rollout_ref.rollout.n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("row", "format"), [(TALK, "chat"), (PAIR, "text")])
+def test_a_runs_policy_is_asked_as_it_was_trained(
+    row: dict[str, object], format: str, tmp_path: Path, ask: Ask
+) -> None:
+    """The config has `prompt_format=text` in both cases; the model has a chat template."""
+    ground = Playground(tmp_path)
+    ground.write_rows([row] * 8)
+    keys = (f"~{key}" for key in OF_RL)
+    limits = ("data.max_prompt_length=100", "data.max_response_length=100", "trainer.save_freq=1")
+    run = ground.run("sft", *keys, *limits, "trainer.total_training_steps=1")
+    assert main(["export", str(run.folder), "--to", str(tmp_path / "exported")]) == 0
+    asked = "Hello" if format == "text" else [{"role": "user", "content": "Hello"}]
+    expected = greedy(tmp_path / "exported", asked, 6)
+    for model in (run.folder, run.folder / "checkpoints" / "step-000001", tmp_path / "exported"):
+        status, out, err = ask("Hello\n", str(model), "--temperature", "0", "--max-tokens", "6")
+        assert status == 0 and "\n".join(out[-1:]).split() == expected.split(), err
+        assert ("chat template" in err) == (format == "chat")
+    _, _, err = ask("Hello\n", str(run.folder), f"data.prompt_format={'text' if format == 'chat' else 'chat'}")
+    assert ("chat template" in err) == (format != "chat"), "a key of the command comes first"

@@ -24,6 +24,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+SEVERAL_WORKERS = ("trainer.n_gpus_per_node", "trainer.nnodes", "trainer.allocation", "trainer.launcher=ray")
+"""How overrides begin that ask for workers, each of which would have a GPU of its own."""
+
+
 class Playground:
     """A folder with a tiny model, a data set and a reward, and runs on them."""
 
@@ -51,6 +55,8 @@ class Playground:
         """Of a cheap run: to test its reward before it takes a third of the time of two steps. Without rewards the key
         would have no effect."""
         untested = () if "~reward.functions" in more else ("trust.check_rewards=false",)
+        is_shared = any(word.startswith(SEVERAL_WORKERS) for word in more)
+        on_cpu = ("trainer.device=cpu",) if is_shared and not torch.accelerator.is_available() else ()
         return [
             f"data.train_files={self.folder}/rows.jsonl",
             "data.train_batch_size=4",
@@ -70,6 +76,7 @@ class Playground:
             "trainer.save_freq=-1",
             "trainer.num_threads=1",
             *untested,
+            *on_cpu,
             *more,
         ]
 

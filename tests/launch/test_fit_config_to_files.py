@@ -12,7 +12,8 @@ from distflow.config import load_config
 from distflow.errors import UserError
 from distflow.graph import PipelineError
 from distflow.launch import fit_config_to_files
-from distflow.launch.fit_config_to_files import fit_to_files, follow_pipeline, read_config
+from distflow.launch.fit_config_to_files import follow_pipeline, read_config
+from distflow.launch.make_spec import check_run
 from distflow.planning.allocation_expression import follow_allocation
 from tests.sparse_params import one_fast_in
 from tests.user_code import forgotten
@@ -285,7 +286,7 @@ def test_a_users_module_is_imported_with_the_runs_number_of_threads(
     given = (f"{MODEL}.path=builtin:tiny-arithmetic", f"{MODEL}.init=random", "data.train_files=builtin:arithmetic-rl")
     try:
         with forgotten("counting_threads"):
-            fit_to_files(
+            check_run(
                 load_config("grpo", [*given, "trainer.imports=[counting_threads]", f"trainer.num_threads={wanted}"])
             )
             assert sys.modules["counting_threads"].threads == wanted
@@ -300,8 +301,8 @@ def test_parts_that_are_chosen_by_name_are_checked_once_however_often_the_config
     monkeypatch.setattr(fit_config_to_files, "check_extensions", checked.append)
     monkeypatch.setattr(fit_config_to_files, "read_config", lambda loaded: read.append(loaded) or read_config(loaded))
     given = (f"{MODEL}.path=builtin:tiny-arithmetic", f"{MODEL}.init=random", "data.train_files=builtin:arithmetic-rl")
-    fit_to_files(load_config("grpo", given))
-    assert len(checked) == 1 and len(read) == 2
+    check_run(load_config("grpo", given))
+    assert len(checked) == 1 and len(read) == 1, "again, as sizes were fitted"
 
 
 def test_the_allocation_decides_the_engine_before_its_options_are_refused() -> None:
@@ -311,10 +312,10 @@ def test_the_allocation_decides_the_engine_before_its_options_are_refused() -> N
         "trainer.allocation=vllm[rollout]:d2t2+fsdp[actor]:d2",
         f"{ROLLOUT}.python=python3",
     )
-    fitted = fit_to_files(load_config("grpo", [*given, *split])).config
+    fitted = check_run(load_config("grpo", [*given, *split])).config
     assert fitted.actor_rollout_ref.rollout.name == "vllm" and fitted.trainer.n_gpus_per_node == 6
     with pytest.raises(UserError, match=r"rollout\.name=embedded contradicts trainer\.allocation"):
-        fit_to_files(load_config("grpo", [*given, *split, f"{ROLLOUT}.name=embedded"]))
+        check_run(load_config("grpo", [*given, *split, f"{ROLLOUT}.name=embedded"]))
     embedded = split[1].replace("vllm", "embedded").replace("t2", "")
     with pytest.raises(UserError, match="the engine 'embedded' has no server"):
         load_config("grpo", [*given, split[0], embedded, split[2]])

@@ -335,7 +335,7 @@ def test_what_waits_in_the_hosts_memory_is_what_the_config_says_and_nothing_on_a
         ):
             playground.spec("ppo", *ways, *keys)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # where the plan is made; nothing runs
-    _, spec = playground.spec("ppo", *ways, *keys)
+    _, spec = playground.spec("ppo", *ways, *keys, "trainer.device=auto")
     assert spec.options.offloads == offloads
     assert spec.plan.backends == (("nccl", "gloo") if keys else ("nccl",))
 
@@ -359,7 +359,7 @@ def test_a_model_that_scores_waits_in_the_hosts_memory_unless_its_shards_do(
     ):
         playground.spec("grpo", *keys)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    _, spec = playground.spec("grpo", *keys)
+    _, spec = playground.spec("grpo", *keys, "trainer.device=auto")
     assert spec.options.offloads == dict.fromkeys(moves, Offloads(weights=True, moments=False))
 
 
@@ -451,11 +451,14 @@ def test_what_workers_of_a_role_cannot_have_is_refused(
 
 def test_auto_is_cuda_where_all_workers_can_have_a_gpu(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of this machine, on which a Ray would be started: test_nodes.py asks a cluster."""
-    keys = ("trainer.launcher=ray", "trainer.n_gpus_per_node=2")
-    for number, device in ((0, "cpu"), (1, "cpu"), (2, "cuda")):
+    keys = ("trainer.launcher=ray", "trainer.n_gpus_per_node=2", "trainer.device=auto")
+    for number, has in ((0, "no GPU"), (1, r"1 GPU\(s\) on 1 machine\(s\)")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda number=number: number)
-        config, spec = playground.spec("grpo", *keys)
-        assert {rank.device for rank in spec.plan.ranks} == {device} and spec.facts["device"] == device
+        with pytest.raises(UserError, match=rf"need 2 GPU\(s\) .* Ray has {has}: .*trainer\.device=cpu"):
+            playground.spec("grpo", *keys)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    _, spec = playground.spec("grpo", *keys)
+    assert {rank.device for rank in spec.plan.ranks} == {"cuda"} and spec.facts["device"] == "cuda"
     assert playground.spec("grpo", *keys, "trainer.device=cpu")[1].plan.ranks[0].device == "cpu"
     with pytest.raises(UserError, match=r"need 3 GPU\(s\) on 1 machine\(s\), but Ray has 2 GPU\(s\) on 1"):
         playground.spec("grpo", "trainer.launcher=ray", "trainer.n_gpus_per_node=3", "trainer.device=cuda")

@@ -11,7 +11,7 @@ from distflow.launch.plan_concurrent_runs import PlannedRun, plan_runs
 from tests.e2e.runs import Playground
 
 ALONE = ("trainer.launcher=local", "trainer.nnodes=1")
-RAY = ("trainer.launcher=ray", "trainer.nnodes=2", "trainer.n_gpus_per_node=2")
+RAY = ("trainer.launcher=ray", "trainer.nnodes=2", "trainer.n_gpus_per_node=2", "trainer.device=cpu")
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -59,6 +60,69 @@ def test_stale_samples_let_both_sides_work_at_once() -> None:
     assert apart.step_seconds < together.step_seconds
     assert apart.step_seconds >= max(generating, training)
     assert seconds(together, "generate") == generating
+
+
+VLLM = "actor_rollout_ref.rollout.name=vllm"
+SERVED = ["trainer.allocation=vllm[rollout]:d2+fsdp[actor]:d2", "trainer.launcher=ray"]
+SHARE = "+actor_rollout_ref.rollout.engine_kwargs.vllm.gpu_memory_utilization"
+ROOMY = replace(GPU, memory=80e9)
+
+
+def test_generation_takes_as_many_turns_as_its_cache_asks_for() -> None:
+    """A sequence has 512 tokens on average, of 24,576 bytes each: 12.6 MB."""
+    roomy, tight, tighter = (run("grpo", *SERVED, f"{SHARE}={share}", device=ROOMY) for share in (0.9, 0.0175, 0.012))
+    slots = [found.times.cache_slots for found in (roomy, tight, tighter)]
+    assert slots[0] > 128 > slots[1] > slots[2] >= 1
+    taken = 0.0175 * 80e9 - 2 * SHAPE.parameters
+    assert slots[1] == pytest.approx(taken / (2 * SHAPE.kv_elements * 512), rel=1e-6)
+    times = [seconds(found, "generate") for found in (roomy, tight, tighter)]
+    assert times[0] < times[1] < times[2]
+    waves = 128 / slots[2]
+    assert times[2] > waves / 2 * 256 * roomy.times.decode_step(1, 512), "one wave after another"
+    unlimited = run("grpo", "actor_rollout_ref.rollout.name=hf", device=ROOMY)
+    assert unlimited.times.cache_slots == inf, "it takes what it needs"
+
+
+@pytest.mark.parametrize(
+    ("keys", "least_s_per_gb"),
+    [
+        (APART, 1 / 4),  # hashed on the host, through the store
+        ([*APART, "actor_rollout_ref.actor.weight_update_mode=disk"], 1 / 2),
+        ([*APART, "actor_rollout_ref.actor.weight_update_mode=collective"], 1 / 100),
+        (SERVED, 1 / 2),
+    ],
+)
+def test_a_sync_takes_the_time_of_its_slowest_transport(keys: list[str], least_s_per_gb: float) -> None:
+    moved = 2 * SHAPE.parameters / 1e9
+    found = run("grpo", *keys, device=ROOMY)
+    assert least_s_per_gb * moved < seconds(found, "weight sync") / 2 < 4 * least_s_per_gb * moved
+    far = run("grpo", *keys, "trainer.nnodes=2", "trainer.n_gpus_per_node=2", device=ROOMY)
+    assert seconds(far, "weight sync") >= seconds(found, "weight sync")
+
+
+def test_a_server_beside_the_trainer_reads_files_and_an_offloaded_trainer_brings_its_weights() -> None:
+    here, server = (run("grpo", *keys, device=ROOMY) for keys in ((), (VLLM,)))
+    assert seconds(server, "weight sync") > 2 * SHAPE.parameters / 4e9 > 10 * seconds(here, "weight sync")
+    offloaded = run("grpo", "actor_rollout_ref.actor.fsdp_config.param_offload=true", device=ROOMY)
+    brought = seconds(offloaded, "weight sync") - seconds(here, "weight sync")
+    assert brought == pytest.approx(4 * SHAPE.parameters / 25e9)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("actor_rollout_ref.rollout.workflow=multi_turn",),
+        ("actor_rollout_ref.rollout.workflow=distflow.environments.workflow_loading_and_builtins:multi_turn",),
+        (VLLM, "actor_rollout_ref.rollout.url=[http://localhost:1]"),
+        ("reward.functions={default: [{name: judge, options: {model: m}}]}",),
+    ],
+)
+def test_times_that_nothing_tells_are_not_predicted(keys: tuple[str, ...]) -> None:
+    steps = "trainer.total_training_steps=7"
+    found = run("grpo", steps, *keys)
+    assert found.why_untimed and found.hours is None and "steps" not in found.line() and "GB" in found.line()
+    assert run("grpo", steps, "actor_rollout_ref.rollout.workflow=single_turn").hours
+    assert run("sft", steps).hours
 
 
 def test_independent_models_run_at_once_and_the_update_waits_for_both() -> None:

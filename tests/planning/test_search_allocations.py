@@ -15,6 +15,7 @@ from distflow.planning.known_models_and_devices import Device, ModelShape
 from distflow.planning.memory import samples_per_prompt
 from distflow.planning.predicted_run import PredictedRun, predict
 from distflow.planning.search_allocations import (
+    CHECKPOINTING,
     Change,
     Choices,
     Search,
@@ -142,6 +143,21 @@ def test_memory_is_that_of_the_responses_that_may_run_at_each_staleness() -> Non
 def test_too_little_memory_names_what_lacks_least() -> None:
     with pytest.raises(UserError, match=r"none of \d+ allocations of 2 devices fits; the nearest is vllm"):
         Cluster("grpo", 2, Device("gpu", 100e12, 1e12, 2e9, 100e9, 10e9)).search()
+
+
+def test_checkpointing_is_switched_on_where_nothing_fits_without_it() -> None:
+    tight = Device("gpu", 100e12, 1e12, 13e9, 100e9, 10e9)
+    cluster = Cluster("grpo", 2, tight, staleness=(0,))
+    with pytest.raises(UserError, match="none of"):
+        cluster.search()
+    cluster.choices = replace(cluster.choices, may_recompute=True)
+    found = cluster.search()
+    assert all((CHECKPOINTING, True) in each.change and each.run.fits for each in found.best)
+    assert f"{CHECKPOINTING}=true, and none without it" in found.why()
+    assert f"{CHECKPOINTING}=true" in _written(found.best[0].change)
+    roomy = Cluster("grpo", 2, replace(tight, memory=80e9), staleness=(0,))
+    roomy.choices = replace(roomy.choices, may_recompute=True)
+    assert all(len(each.change) == 3 for each in roomy.search().best), "it costs time, so it stays off where all fits"
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def test_audits_of_steps_that_a_resume_repeats_count_once(spec: Spec, tmp_path: 
             recorder.audited("audit of the validation after step 3", ["validation"], {}, of="validation")
     events = read_events(tmp_path / "run")
     assert [event.step for event in events if event.kind == "audit"] == [1, 2, 3, 3, 2, 3, 3]
-    assert describe_audits(events).text.startswith("3 steps were audited; these checks passed")
+    assert describe_audits(events).text.startswith("3 steps were audited: computed again")
 
 
 def test_how_a_run_ended_is_the_last_event(spec: Spec, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from enum import IntEnum
 from distflow.audit.audited_step.updates import plan_of
 from distflow.audit.recorded_step import RecordedStep
 
-SHARE, IN_ALL = 0.01, 0.02
-"""The share of the run's time that all checks here may take, and with the checks of every step. If the first audits and
+SHARE = 0.01
+"""The share of the run's time that all checks here may take. If the first audits and
 looks, which ignore their cost, took more, later ones have a quarter of their shares until this is made up for, and the
 checks of most steps, which find rare faults, half."""
 
@@ -65,11 +65,11 @@ class AuditSchedule:
         self.frequency, self._max_staleness = frequency, max_staleness
         self._always = {first_step, first_step + 1, first_step + max_staleness + 1, *others}
         self._waiting, self._planned = False, -1
-        self._num_made, self._last = 0, first_step
-        self._first_step, self._last_step, self._told = first_step, last_step, 1
+        self._num_made = 0
+        self._first_step, self._last_step = first_step, last_step
         self._began = time.monotonic()
         self._spent_s_of = dict.fromkeys(SHARES, 0.0)
-        self._spent_s = self._first_s = 0.0  # in total; by the first ones, which no share counts
+        self._spent_s = 0.0  # in total, with the first ones, which no share counts
 
     def is_due(self, step: int) -> bool:
         """Whether to audit the step; call once per step, in order."""
@@ -102,19 +102,10 @@ class AuditSchedule:
             return Depth.LOOK
         return next((depth for depth in (Depth.QUICK, Depth.BASE) if self._affords(depth)), Depth.NONE)
 
-    def begins(self, step: int) -> None:
+    def begins(self) -> None:
         """Call when an audit starts."""
         self._waiting, self._planned = False, -1
-        self._num_made, self._last = self._num_made + 1, step
-
-    def is_behind(self, step: int) -> int:
-        """The number of steps since the last audit, if it is twice the frequency, and again whenever it is twice the
-        largest reported; else 0."""
-        since = step - self._last
-        if self.frequency <= 0 or since < 2 * self._told * self.frequency:
-            return 0
-        self._told *= 2
-        return since
+        self._num_made += 1
 
     def budget_s(self, step: int) -> float:
         """An audit's share of the time between two audits."""
@@ -124,19 +115,6 @@ class AuditSchedule:
     def score_again_s(self) -> float:
         """Time for a look to call reward functions again: none if looks have used up their share."""
         return 0.05 if self._affords(Depth.LOOK) else 0.0
-
-    def cost(self, least_s: float) -> str:
-        """Text on the cost of all checks here, and its reason; empty if it is within `IN_ALL`, or below `least_s`."""
-        run_s = time.monotonic() - self._began
-        if self._spent_s <= max(IN_ALL * run_s, least_s):
-            return ""
-        why = (
-            f"the first {NUM_FIRST} audits and the short checks of the first {NUM_FIRST_LOOKS} steps always run, "
-            f"whatever they cost ({self._first_s:.1f} s)"
-        )
-        why = "trust.audit_freq=1 audits every step" if self.frequency == 1 else why
-        share = f"{self._spent_s / run_s:.1%} of the run's time, more than {IN_ALL:.0%}"
-        return f"audits took {self._spent_s:.1f} s, {share}: {why}"
 
     @contextmanager
     def timed(self, step: int, depth: Depth) -> Iterator[None]:
@@ -148,9 +126,8 @@ class AuditSchedule:
             spent_s = time.monotonic() - began
             self._spent_s += spent_s
             is_audit = depth is Depth.AUDIT
-            if self._num_made <= NUM_FIRST if is_audit else step < self._first_step + NUM_FIRST_LOOKS:
-                self._first_s += spent_s
-            elif depth is not Depth.NONE:
+            is_first = self._num_made <= NUM_FIRST if is_audit else step < self._first_step + NUM_FIRST_LOOKS
+            if not is_first and depth is not Depth.NONE:
                 self._spent_s_of[depth] += spent_s
 
     def _affords(self, depth: Depth) -> bool:

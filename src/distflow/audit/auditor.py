@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distflow.audit import all_checks
-from distflow.audit.audit_schedule import IN_ALL, SHARES, AuditSchedule, Depth, drawn_update
+from distflow.audit.audit_schedule import AuditSchedule, Depth, drawn_update
 from distflow.audit.audited_step.log_probs import score_before
 from distflow.audit.check import NOT_APPLICABLE, Check, Wrong
 from distflow.audit.record_groups_and_updates import (
@@ -45,9 +45,6 @@ NUM_GROUPS, NUM_SAMPLES = {Depth.QUICK: 1, Depth.LOOK: 2}, {Depth.QUICK: 2, Dept
 
 NUM_TENSORS = 8
 """Weights that a look compares with the engine's."""
-
-LONG_S, TOLD_AT_END_S = 5.0, 1.0
-"""Minimum seconds from which the cost of the first audit, and at the end that of all audits, is reported."""
 
 LOOKS_TOLD_EVERY = 50
 """Steps between two lines in `events.jsonl` that count the looks."""
@@ -299,7 +296,7 @@ class Auditor:
     def _begin(self) -> None:
         if (taken := self._taken) is None:
             return
-        self._schedule.begins(taken.step)
+        self._schedule.begins()
         self._run.doubts.clear()
         self._run.bring()
         columns = taken.batch.select(range(len(taken.batch)))  # a copy
@@ -377,21 +374,11 @@ class Auditor:
         self._looked.update(name for name, why_not in found.items() if why_not is None)
 
     def _tell(self, step: int) -> None:
-        """Report from time to time the looks, late audits, and the total cost."""
+        """Record from time to time the looks."""
         run, ended = self._run, step + 1 == self._run.spec.data.total_steps
         if self._looked["steps"] and (ended or (step + 1) % LOOKS_TOLD_EVERY == 0):
             run.inputs.recorder.looked(self._looked)
             self._looked.clear()
-        if (ended or step == self._first_step) and (cost := self._schedule.cost(TOLD_AT_END_S if ended else LONG_S)):
-            run.inputs.recorder.note("info", cost)
-        if since := self._schedule.is_behind(step):
-            run.inputs.recorder.note(
-                "info",
-                f"audits are behind: the last was {since} steps ago, but trust.audit_freq={self._schedule.frequency} "
-                f"asks for one in {self._schedule.frequency} steps. Audits may take {SHARES[Depth.AUDIT]:.2%} of the "
-                f"run's time, and all checks together {IN_ALL:.0%}, so an audit waits until it fits. Short checks of "
-                "the other steps continue; trust.audit_freq=1 audits every step, independent of the cost",
-            )
 
     def _check(self, checks: Sequence[Check], seen: object, what: str = "") -> dict[str, str | None]:
         """The result of each check by its name. what: the checked object, if it is not a step."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from distflow import __version__
 from distflow.commands.arguments_and_run_folders import add_preset_arguments, add_trust_argument, at_least, importing
+from distflow.errors import UserError
 from distflow.observe.sanitized_output import escape_control
 
 if TYPE_CHECKING:
@@ -33,13 +34,14 @@ def run_config(arguments: argparse.Namespace) -> int:
 
     trusted = arguments.trust_code
     loaded = load_config(arguments.preset, arguments.overrides, complete=False, trust_code=trusted)
+    refused: UserError | None = None
     for line in loaded.notes:
         _note(line)
     if loaded.config.trainer.imports and not (trusted or arguments.graph or arguments.mermaid):
         named = ", ".join(loaded.config.trainer.imports)
         _note(f"note: trainer.imports names Python code, which was not run: {named}")
     if not arguments.graph:
-        loaded = _fitted(loaded, trusted)
+        loaded, refused = _checked(loaded, trusted)
     if arguments.explain:
         print(explain(arguments.explain, loaded))
     elif arguments.graph or arguments.mermaid:
@@ -52,30 +54,32 @@ def run_config(arguments: argparse.Namespace) -> int:
         print(pipeline.to_mermaid() if arguments.mermaid else pipeline.to_text(), end="")
     else:
         print(to_yaml(loaded.config), end="")
+    if refused is not None:
+        raise refused
     return 0
 
 
-def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
-    """The config that a run would have, if local files suffice to determine it; else unchanged."""
-    from distflow.config import UserError
-    from distflow.config.derived_settings import CUSTOM, data_files, pipeline_name
-
-    has_data = any(data_files(loaded.config, "train_files").values()) or pipeline_name(loaded.config) == CUSTOM
-    if not loaded.config.actor_rollout_ref.model.path or not has_data:
-        return loaded
-    if reason := _not_from_files(loaded.config, trusted):
-        _note(f"note: sizes are not fitted to the data: {reason}")
-        return loaded
-    from distflow.launch.fit_config_to_files import fit_to_files
+def _checked(loaded: "Loaded", trusted: bool) -> tuple["Loaded", UserError | None]:
+    """The config that a run would have, if local files suffice to determine it, else unchanged; and what a run would
+    refuse."""
+    from distflow.config.compose.check_paths import is_incomplete
+    from distflow.config.compose.load_config import check_named_files
 
     try:
-        return fit_to_files(loaded)
-    except UserError as err:
-        _note(f"note: a run would be rejected: {err}")
-        return loaded
+        check_named_files(loaded)
+        if is_incomplete(loaded.config):
+            return loaded, None
+        if reason := why_not_from_files(loaded.config, trusted):
+            _note(f"note: only the config itself was checked: {reason}")
+            return loaded, None
+        from distflow.launch.make_spec import check_run
+
+        return check_run(loaded), None
+    except UserError as error:
+        return loaded, error
 
 
-def _not_from_files(config: "Config", trusted: bool) -> str:
+def why_not_from_files(config: "Config", trusted: bool) -> str:
     """Why model and data are not read: the config may be another person's, and the hub is slow."""
     from distflow.config.compose.check_paths import is_local_data
     from distflow.config.derived_settings import data_files

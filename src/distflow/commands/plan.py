@@ -16,9 +16,10 @@ from distflow.observe.report.build import fill
 from distflow.observe.report.graph_and_timelines import drawn_nodes
 
 if TYPE_CHECKING:
-    from distflow.launch.plans.plan_before_run import RunPlanner, SimulatedRun
+    from distflow.launch.plans.plan_before_run import PredictedRun, RunPlanner, SimulatedRun
 
 _MOST_LISTED = 12
+_CALIBRATE = "calibrate the plan by a short run of it (--from RUN)"
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +73,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
         not arguments.no_code,
     )
     run = planner.run
+    wants_times = arguments.what_if or (arguments.simulate and not arguments.tool_seconds)
+    if wants_times and run.why_untimed:
+        raise UserError(f"the times of this run cannot be predicted: {run.why_untimed}; {_CALIBRATE}")
     simulated = planner.simulate(run, arguments.simulate) if arguments.simulate else None
     changed = outcomes(planner, arguments.what_if) if arguments.what_if else []
     if arguments.json:
@@ -83,12 +87,26 @@ def run_plan(arguments: argparse.Namespace) -> int:
             print(line)
     if arguments.html:
         write_plan_page(arguments.html, as_json(planner, simulated))
+    if not (arguments.measured or arguments.device or arguments.devices):
+        _check(planner)
     if not run.fits:
         change = planner.change_that_fits(run)
         advice = "use a smaller model, shorter sequences, or devices with more memory: no setting here makes it fit"
         advice = advice if change is None else f"it fits with {' '.join(change)}"
         raise UserError(f"it does not fit: {run.excess()}; {advice}")
     return 0
+
+
+def _check(planner: "RunPlanner") -> None:
+    """Raises UserError for what a run on this machine would refuse before it loads weights."""
+    from distflow.commands.config_and_data import why_not_from_files
+    from distflow.config.compose.check_paths import is_incomplete
+
+    config = planner.loaded.config
+    if not is_incomplete(config) and not why_not_from_files(config, planner.runs_code):
+        from distflow.launch.make_spec import check_run
+
+        check_run(planner.loaded)
 
 
 def _preset_of(arguments: argparse.Namespace) -> tuple[str, list[str]]:
@@ -128,16 +146,20 @@ def lines(planner: "RunPlanner", simulated: "SimulatedRun | None") -> Iterator[s
             yield f"  {channel.source} → {channel.target}: {channel.kind}, {_bytes(num_bytes)}"
     yield f"  weight sync: {_bytes(run.sync_bytes) if run.sync_bytes else 'none, the engine uses the trained weights'}"
     yield from _memory(planner)
+    yield from () if run.why_untimed else _time_line(run)
+    if simulated is not None:
+        yield "\nsimulated run"
+        yield from (f"  {line}" for line in simulated.lines(run.shares_devices))
+    yield from _whole_run(planner)
+
+
+def _time_line(run: "PredictedRun") -> Iterator[str]:
     yield f"\ntime line of a step of {run.step_seconds:.3g} s"
     for bar in run.bars:
         what = f"waits for {bar.why}" if bar.why else bar.what
         yield f"  {bar.start:9.2f} to {bar.end:9.2f} s  {_ranks(bar.ranks)}: {what}"
     for ranks in dict.fromkeys(bar.ranks for bar in run.bars if bar.why):
         yield f"  {_ranks(ranks)}: idle for {run.idle(ranks):.0%} of it"
-    if simulated is not None:
-        yield "\nsimulated run"
-        yield from (f"  {line}" for line in simulated.lines(run.shares_devices))
-    yield from _whole_run(planner)
 
 
 def _graph(planner: "RunPlanner") -> Iterator[str]:
@@ -165,6 +187,10 @@ def _whole_run(planner: "RunPlanner") -> Iterator[str]:
     means = f"{lengths.prompt:.4g} tokens of a prompt and {lengths.response:.4g} of a response on average"
     if rates.source:
         yield f"\nmeasured in {rates.source}: {rates.sentence()}"
+    if run.why_untimed:
+        known = "unknown" if run.steps is None else count_of(run.steps, "step")
+        yield f"\nthe run: {known}; its time is not predicted, because {run.why_untimed}; {_CALIBRATE}"
+        return
     untimed = "validation and checkpoints" if rates.source else "rewards, validation and checkpoints"
     yield f"\nassumed: {means}; no time for {untimed}"
     if run.steps is None or run.hours is None:
@@ -214,13 +240,14 @@ def as_json(planner: "RunPlanner", simulated: "SimulatedRun | None") -> Mapping[
         "plan": {**plan, "nodes": planner.pipeline.to_json()},
         "memory": memory,
         "step": {
-            "seconds": run.step_seconds,
+            "seconds": None if run.why_untimed else run.step_seconds,
             "tokens": run.step_tokens,
             "weight_sync_bytes": run.sync_bytes,
-            "bars": [asdict(bar) for bar in run.bars],
+            "bars": [] if run.why_untimed else [asdict(bar) for bar in run.bars],
         },
         "assumed": {**asdict(run.lengths), "values": len(run.lengths.values)},
-        "phases": run.phases,
+        "phases": {} if run.why_untimed else run.phases,
+        "why_untimed": run.why_untimed,
         "measured": asdict(run.times.rates) if run.times.rates.source else None,
         "run": {"steps": run.steps, "hours": run.hours, "cost": run.cost},
     }
@@ -244,7 +271,7 @@ def _page_data(plan: Mapping[str, Any]) -> dict[str, Any]:
     step, run = plan["step"], plan["run"]
     facts = [
         ("devices", f"{len(plan['plan']['ranks'])} {plan['device']['name']}"),
-        ("step", f"{step['seconds']:.3g} s"),
+        ("step", "not predicted" if step["seconds"] is None else f"{step['seconds']:.3g} s"),
         *([("simulated step", f"{plan['simulated']['step_seconds']:.3g} s")] if plan["simulated"] else []),
         ("tokens of a step", f"{step['tokens']:,.0f}"),
         ("steps", "unknown" if run["steps"] is None else f"{run['steps']:,}"),

@@ -28,8 +28,8 @@ from distflow.runtime.worker_place_and_dp_groups import Home, Place
 
 def follow_machines(loaded: Loaded) -> Loaded:
     """The config with the settings that its allocation implies. With several workers or a cluster, `trainer.device` is
-    resolved too: `auto` becomes torch's accelerator (cuda over Ray) if each worker can have one. Raises UserError for
-    an unavailable device."""
+    resolved too: `auto` becomes torch's accelerator (cuda over Ray), or, for a single worker without one, the CPU.
+    Raises UserError for devices that are not there."""
     loaded = follow_allocation(loaded)
     trainer = loaded.config.trainer
     is_local, size = trainer.launcher == "local", trainer.n_gpus_per_node
@@ -42,14 +42,14 @@ def follow_machines(loaded: Loaded) -> Loaded:
     who = "torch" if is_local else "Ray"
     joined = "and" if has_enough else "but"
     why = f"the workers need {size} GPU(s) on {trainer.nnodes} machine(s), {joined} {who} has {has or 'no GPU'}"
+    if not has_enough and (trainer.device != "auto" or trainer.nnodes * size > 1):
+        raise UserError(
+            f"trainer.device={trainer.device}: {why}: lower trainer.nnodes, trainer.n_gpus_per_node or "
+            "trainer.allocation, or set trainer.device=cpu for workers that compute on the CPU"
+        )
     if trainer.device == "auto":
         found = accelerator() if is_local else "cuda"
         return with_changes(loaded, [("trainer.device", found if found and has_enough else "cpu", why)])
-    if not has_enough:
-        raise UserError(
-            f"trainer.device={trainer.device}: {why}: lower trainer.nnodes, trainer.n_gpus_per_node or "
-            "trainer.allocation, add machines, or set trainer.device=auto or cpu"
-        )
     return loaded
 
 

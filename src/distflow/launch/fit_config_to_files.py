@@ -183,12 +183,6 @@ def _bind(config: Config) -> BoundPipeline:
         raise explain_missing_column(error, peek(config)) or error from error
 
 
-def fit_to_files(loaded: Loaded) -> Loaded:
-    """The config that a run would have, fitted to its model and data; starts no run. Raises as `make_spec` does."""
-    loaded = follow_pipeline(loaded)
-    return fitted_to_files(loaded, read_config(loaded))[0]
-
-
 def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, Data]:
     limits = policy_limits(loaded.config)
     loaded, reading = _fitted(loaded, reading, limits)

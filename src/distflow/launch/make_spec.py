@@ -11,7 +11,7 @@ from distflow.graph import BoundPipeline
 from distflow.launch.data_sets import LazyRows, num_rows_of
 from distflow.launch.device_and_threads import follow_machines
 from distflow.launch.dry_run_of_user_code import try_algorithms
-from distflow.launch.fit_config_to_files import Data, fitted_to_files, follow_pipeline, read_config
+from distflow.launch.fit_config_to_files import Data, Reading, fitted_to_files, follow_pipeline, read_config
 from distflow.launch.run_fingerprint_and_report_head import description, facts
 from distflow.launch.run_folders.export_checkpoint import with_models_of_runs
 from distflow.launch.select_pipeline import rebuild
@@ -33,29 +33,52 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
     if policies := with_own_policies(loaded.config):
         names = ", ".join(policies)
         raise UserError(f"dag.policies: set dag.policy to one of {names}; only `distflow train` trains all of them")
+    loaded, reading = _check_config(follow_machines(loaded), say)
+    # First, since rows from Python code are stored in the folder, which another run may be using.
+    with claimed(loaded.config.trainer.run_dir), lasting(say, "reading models and data"):
+        loaded = with_models_of_runs(loaded, say)
+        if loaded.config.trainer.resume_mode == "never":
+            forget_rows(loaded.config.trainer.run_dir)
+        loaded, reading, data = _check_files(loaded, reading, say)
+        with writing_to(loaded.config.trainer.run_dir):
+            spec = _spec(loaded, reading.pipeline, data)
+    check_plan(spec.plan, reading.pipeline)
+    check_pickles(spec)
+    return spec
+
+
+def check_run(loaded: Loaded) -> Loaded:
+    """The config that a run would have. Makes the checks of `make_spec` that need neither weights nor the run's folder,
+    and not those of other machines. Raises UserError or PipelineError."""
+
+    def quiet(line: str) -> None: ...
+
+    if loaded.config.trainer.launcher == "local":
+        loaded = follow_machines(loaded)
+    return _check_files(*_check_config(loaded, quiet), quiet)[0]
+
+
+def _check_config(loaded: Loaded, say: Say) -> tuple[Loaded, Reading]:
+    """What the config alone shows, and the user's code that it names."""
     said = named_code(loaded.config)
     for code in said:
         say(f"your code: {code}")
-    loaded = follow_pipeline(follow_machines(loaded))
+    loaded = follow_pipeline(loaded)
     for code in named_code(loaded.config):
         if code not in said:  # which a node names
             say(f"your code: {code}")
     reading = read_config(loaded)
     for note in try_algorithms(loaded.config, reading.pipeline):
         say(f"note: {note}")
-    # First, since rows from Python code are stored in the folder, which another run may be using.
-    with claimed(loaded.config.trainer.run_dir), lasting(say, "reading models and data"):
-        loaded = with_models_of_runs(loaded, say)
-        if loaded.config.trainer.resume_mode == "never":
-            forget_rows(loaded.config.trainer.run_dir)
-        loaded, reading, data = fitted_to_files(loaded, reading)
-        for line in startup_lines(loaded, reading, data):
-            say(line)
-        with writing_to(loaded.config.trainer.run_dir):
-            spec = _spec(loaded, reading.pipeline, data)
-    check_plan(spec.plan, reading.pipeline)
-    check_pickles(spec)
-    return spec
+    return loaded, reading
+
+
+def _check_files(loaded: Loaded, reading: Reading, say: Say) -> tuple[Loaded, Reading, Data]:
+    """What the files of data and model show."""
+    loaded, reading, data = fitted_to_files(loaded, reading)
+    for line in startup_lines(loaded, reading, data):
+        say(line)
+    return loaded, reading, data
 
 
 def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:

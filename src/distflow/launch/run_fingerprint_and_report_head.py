@@ -35,6 +35,9 @@ from distflow.rewards.code.reward import isolation_of
 from distflow.rewards.load_and_call_reward_functions import fingerprint_target, target_of
 from distflow.rewards.pool.domain_pools import RewardSettings
 
+PROMPT_FORMAT = "prompt_format"
+"""The fact of a run by which its policy is asked later."""
+
 
 def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:
     """The preset built on ("" if none), and each key that now has another value.
@@ -100,6 +103,7 @@ def facts(config: Config, data: Data) -> dict[str, object]:
     return {
         "data_fingerprint": data.train.fingerprint(),
         "tokenizer_fingerprint": hashlib.sha256(vocabulary.encode()).hexdigest(),
+        PROMPT_FORMAT: _prompt_format(config, data),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "cpu": _cpu_name(),
@@ -111,6 +115,15 @@ def facts(config: Config, data: Data) -> dict[str, object]:
         # The native code replaces torch's operations on a CPU.
         **({"native_code": native.name()} if choose_device(config).type == "cpu" else {}),
     }
+
+
+def _prompt_format(config: Config, data: Data) -> str:
+    """How the model reads what it is asked: "chat" by its template, else "text"."""
+    formats = {config.data.prompt_format, *(domain.prompt_format for domain in config.data.domains.values())}
+    sends_messages = config.actor_rollout_ref.rollout.workflow in ("agent", "verifiers")
+    has_template = bool(getattr(data.tokenizer, "chat_template", None))
+    is_chat = "chat" in formats or data.looked_at.has_messages or (sends_messages and has_template)
+    return "chat" if is_chat else "text"
 
 
 def _threads(config: Config) -> str:

@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from distflow import __version__
+from distflow.launch.check_disk import check_disk
 from distflow.launch.run_folders.export_checkpoint import write_hf_models
+from distflow.launch.run_folders.run_seal import SEAL, seal_run
 from distflow.observe.crash_safe_files import remove_asides, sync
 from distflow.observe.report.build import report_data, write_report
 from distflow.observe.report.summary_sentences import accuracies
@@ -71,8 +73,10 @@ class Start:
 @contextmanager
 def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
     """Claims the run's folder for this process and finds where the run begins. Raises UserError for a checkpoint of
-    another config or other data, an engine that cannot train, or a tracker that is not installed."""
+    another config or other data, an engine that cannot train, a tracker that is not installed, or a disk that is too
+    small for its checkpoints."""
     spec.check_can_train()
+    check_disk(spec)
     with writing_to(spec.run_dir), claimed(spec.run_dir) as owner:
         yield find_start(spec, spec.options.resume, allow_change, owner)
 
@@ -197,6 +201,7 @@ def write_facts(spec: Spec, model_facts: Mapping[str, object], recorder: Recorde
         **spec.description,
         **spec.facts,
         **model_facts,
+        **({SEAL: seal} if (seal := seal_run(spec.config)) else {}),
     }
     recorder.folder.write_json("run.json", facts)
     if spec.overlap:

@@ -98,7 +98,7 @@ def only_if_trusted(code: list[str], trusted: bool, say: Callable[[str], None]) 
             f"Nothing was run. Read that code; if you trust it, add {TRUST_CODE}"
         )
     if code:
-        say(f"running Python code ({TRUST_CODE}):{lines}")
+        say(f"running Python code:{lines}")
 
 
 def without_model_code(config: Config) -> Config:

@@ -18,11 +18,13 @@ from typing import NoReturn
 from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES, RolloutEngineEntry, TrainEngineEntry
 from distflow.config import Config, Loaded, with_changes
 from distflow.config.compose.fit_defaults_to_data import is_free
+from distflow.config.migration.tables import find_synonyms
 from distflow.errors import UserError, hint
 from distflow.graph.node_decorator_and_roles import ENGINES
 from distflow.planning.plan_of_ranks_and_layouts import Axis, Sizes
 
 KEY = "trainer.allocation"
+STRATEGY, NAME = "actor_rollout_ref.actor.strategy", "actor_rollout_ref.rollout.name"
 _LETTERS: dict[str, Axis] = {"d": "data", "t": "tensor", "m": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
 _ENGINES: dict[str, RolloutEngineEntry | TrainEngineEntry] = {**ROLLOUT_ENGINES, **TRAIN_ENGINES}
 _EXAMPLE = "embedded[rollout]:d2+fsdp[actor]:d4"
@@ -127,7 +129,9 @@ class _Parser:
                     self._written.refuse(at, f"sizes without an engine; write e.g. fsdp:{engine}")
                 trainer = "megatron" if re.search(r"p([2-9]|\d\d)", engine) else "fsdp"
                 return AllocatedPart(trainer, "actor", self._sizes(trainer, at, engine), at)
-            self._written.refuse(at, f"there is no engine '{engine}'{hint(engine, _ENGINES)}")
+            theirs = find_synonyms(STRATEGY, engine, TRAIN_ENGINES) or find_synonyms(NAME, engine, ROLLOUT_ENGINES)
+            meant = f"; did you mean '{theirs[0]}'?" if theirs else hint(engine, _ENGINES)
+            self._written.refuse(at, f"there is no engine '{engine}'{meant}")
         role = "rollout" if engine in ROLLOUT_ENGINES else "actor"
         self._has_rollout |= role == "rollout"
         if self._takes("["):

@@ -102,6 +102,18 @@ def worker_memory(
     return tuple(found)
 
 
+def cached_tokens(plan: Plan, config: Config, shapes: Mapping[str, ModelShape], device: Device) -> float | None:
+    """Tokens whose keys and values fit into what an engine takes in advance: at least one sequence of the greatest
+    length; None if engines take what they need."""
+    generating = [rank for rank in plan.ranks if "rollout" in rank.engines]
+    if not generating:
+        return None
+    needs = _Needs(plan, generating[0], config, shapes, device)
+    taken = needs.taken_in_advance()
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    return None if taken is None else max(taken / needs.token_bytes, float(longest))
+
+
 def _freed_memory(items: Sequence[MemoryItem]) -> Iterator[MemoryItem]:
     """Freed memory that a process on a CPU keeps (`keep_freed_memory`): that of an update is still there when the next
     step generates, and holds its cache only if that is small enough to find room among what is left."""
@@ -221,14 +233,16 @@ class _Needs:
         return "cpu" if self.device.is_cpu else "gpu"
 
     def items(self) -> Iterator[MemoryItem]:
-        others = list[MemoryItem]()
-        for role in (role for role in self.rank.engines if role != "rollout"):
-            others += self._trained(role) if role in ("actor", "critic") else self._frozen(role)
+        others = [*self._beside_rollout()]
         if "rollout" in self.rank.engines and not self.config.actor_rollout_ref.rollout.url:  # it has its own devices
             yield from self._rollout(others)
         yield from others
         if self._sends_elsewhere():
             yield MemoryItem("actor", "buckets in flight", 2 * _BUCKET, ("sync",), on_host=not self.device.is_cpu)
+
+    def _beside_rollout(self) -> Iterator[MemoryItem]:
+        for role in (role for role in self.rank.engines if role != "rollout"):
+            yield from self._trained(role) if role in ("actor", "critic") else self._frozen(role)
 
     def _sends_elsewhere(self) -> bool:
         alone = any("rollout" in rank.engines and not rank.training_nodes for rank in self.plan.ranks)
@@ -319,30 +333,68 @@ class _Needs:
         trains = bool(self.rank.training_nodes)
         freed = trains and settings.free_cache_engine and in_turns
         kept: tuple[Phase, ...] = ("generate", "sync") if freed else PHASES
-        on_cpu, in_server = self.device.is_cpu, settings.name in _SERVER_SHARES and not self.device.is_cpu
-        # On a CPU native code casts float32 weights, see `engine_dtype` of the launcher.
-        by_torch = settings.name != "embedded" or settings.enforce_eager or settings.batch_invariant
-        itemsize = 4 if on_cpu and not by_torch and not is_sharded(config) else self.itemsize
-        shared = trains and shares_storage(config, config.actor_rollout_ref.model.dtype)
-        weights = 0.0 if shared else itemsize * shape.parameters / own.tensor
+        on_cpu, in_server = self.device.is_cpu, self._in_server
+        by_torch = self._by_torch
+        itemsize, weights = self._engine_itemsize, self._engine_weights
         yield MemoryItem("rollout", "weights", weights, kept, in_server=in_server)
         if on_cpu and settings.name == "embedded" and not (by_torch and itemsize == 4):
             matrices = self.itemsize * (shape.active_weights + shape.head_weights)  # `cpu_kernels/weight_layout.py`
             yield MemoryItem("rollout", "packed weights", matrices, ("generate",) if freed else PHASES)
         running, longest = running_responses(config, own.data), data.max_prompt_length + data.max_response_length
-        # Where native code casts the weights, keys are in float32 and values are not.
-        token = shape.kv_elements * (itemsize + self.itemsize) / 2 / min(own.tensor, shape.kv_heads)
-        taken = None
-        if in_server:
-            taken = self._server_bytes(others) - weights
-        elif not on_cpu:
-            taken = cache_in_advance(config, self._free_at_start(others) - weights, token, shape.context)
+        token, taken = self.token_bytes, self._taken_beside(others)
         cache = running * longest * token if taken is None else max(taken, longest * token)  # or nothing could start
         # The embedded engine's cache shrinks to nothing when a step's groups are complete, unless taken in advance.
         idle = trains and in_turns and settings.name == "embedded" and (freed or taken is None)
         yield MemoryItem("rollout", "KV cache", cache, ("generate",) if idle else kept, in_server=in_server)
         if not in_server:
             yield MemoryItem("rollout", "logits", 4 * 3 * running * shape.vocabulary / own.tensor, ("generate",))
+
+    @property
+    def _in_server(self) -> bool:
+        """Whether the rollout's server takes a share of a GPU."""
+        return self.config.actor_rollout_ref.rollout.name in _SERVER_SHARES and not self.device.is_cpu
+
+    @property
+    def _by_torch(self) -> bool:
+        settings = self.config.actor_rollout_ref.rollout
+        return settings.name != "embedded" or settings.enforce_eager or settings.batch_invariant
+
+    @property
+    def _engine_itemsize(self) -> int:
+        """Bytes of the rollout engine's numbers: on a CPU native code casts float32 weights, see `engine_dtype` of the
+        launcher."""
+        casts = self.device.is_cpu and not self._by_torch and not is_sharded(self.config)
+        return 4 if casts else self.itemsize
+
+    @property
+    def _engine_weights(self) -> float:
+        """Bytes of the rollout engine's own weights."""
+        shared = self.rank.training_nodes and shares_storage(self.config, self.config.actor_rollout_ref.model.dtype)
+        tensor = sizes_of(self.plan, "rollout").tensor
+        return 0.0 if shared else self._engine_itemsize * self.shapes["rollout"].parameters / tensor
+
+    @property
+    def token_bytes(self) -> float:
+        """Keys and values of a token on one device. Where native code casts the weights, keys are in float32 and values
+        are not."""
+        shape = self.shapes["rollout"]
+        parts = min(sizes_of(self.plan, "rollout").tensor, shape.kv_heads)
+        return shape.kv_elements * (self._engine_itemsize + self.itemsize) / 2 / parts
+
+    def taken_in_advance(self) -> float | None:
+        """Bytes of keys and values that the engine takes when it starts; None if it takes what it needs."""
+        if self.config.actor_rollout_ref.rollout.url:  # of devices that the plan does not have
+            return None
+        return self._taken_beside([*self._beside_rollout()])
+
+    def _taken_beside(self, others: Sequence[MemoryItem]) -> float | None:
+        weights = self._engine_weights
+        if self._in_server:
+            return self._server_bytes(others) - weights
+        if self.device.is_cpu:
+            return None
+        free = self._free_at_start(others) - weights
+        return cache_in_advance(self.config, free, self.token_bytes, self.shapes["rollout"].context)
 
     def _free_at_start(self, others: Sequence[MemoryItem]) -> float:
         """On the device before the first step, when there are no moments yet."""

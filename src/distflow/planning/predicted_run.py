@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from math import ceil, exp, isfinite
+from math import ceil, exp, inf, isfinite
 from pathlib import Path
 from random import Random
 from statistics import NormalDist, fmean
 
+from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
 from distflow.config.derived_settings import (
     RunLimits,
@@ -24,6 +25,7 @@ from distflow.config.derived_settings import (
     is_rl,
     is_sharded,
     optimizer_steps_a_step,
+    reward_functions,
     run_steps,
 )
 from distflow.errors import UserError, count_of, duration_text
@@ -38,6 +40,7 @@ from distflow.planning.memory import (
     Phase,
     WorkerMemory,
     adapter_weights,
+    cached_tokens,
     itemsize_of,
     micro_tokens,
     running_responses,
@@ -53,6 +56,8 @@ from distflow.planning.plan_of_ranks_and_layouts import Channel, Plan, dp_groups
 COMPUTING, DECODING, SENDING = 0.4, 0.6, 0.7
 """Shares of the peak."""
 _HOST_LINK = 25e9  # bytes per second between a GPU and its host's memory
+_HOST_COPY, _SHARED_FILES, _FILES = 10e9, 4e9, 2e9  # to Ray's store; to or from files in memory, and on an SSD
+_HASHING = 4e9  # of sent and of received buckets by SHA-256, on a few cores
 _LAUNCH_S = {False: 8e-6, True: 60e-6}  # a layer's fixed time in a decode step, on a GPU and on a CPU
 _SLICES = 16
 _QUANTILES = 1000
@@ -182,8 +187,25 @@ class PredictedRun:
         return samples_per_step(self.config) * self.lengths.sequence
 
     @property
+    def why_untimed(self) -> str:
+        """Why its times cannot be predicted; empty if they can."""
+        rollout = self.config.actor_rollout_ref.rollout
+        if not self.plan.generates or self.times.rates.source:
+            return ""
+        if rollout.workflow not in (None, "single_turn"):
+            return (
+                "the turns of an episode, and the times of its tools and environment, are unknown "
+                f"(actor_rollout_ref.rollout.workflow={rollout.workflow})"
+            )
+        if rollout.url:
+            return f"the speed of the server is unknown (actor_rollout_ref.rollout.url={','.join(rollout.url)})"
+        parts = [part.name for parts in reward_functions(self.config).values() for part in parts]
+        return "the times of the judge are unknown (reward.functions names judge)" if "judge" in parts else ""
+
+    @property
     def hours(self) -> float | None:
-        return None if self.steps is None else self.steps * self.step_seconds / 3600
+        """None if steps or times are unknown."""
+        return None if self.steps is None or self.why_untimed else self.steps * self.step_seconds / 3600
 
     @property
     def cost(self) -> float | None:
@@ -229,17 +251,15 @@ class PredictedRun:
         )
 
     def line(self) -> str:
-        """The prediction in one line."""
-        worst, run = self.fullest, ""
-        largest = worst.largest(worst.peak_phase)
+        """The prediction in one line, without what it cannot predict."""
+        worst, where = self.fullest, "" if self.device.is_cpu else f" on each {self.device.name}"
+        text = f"plan: at most {worst.peak / 1e9:.2f} of {self.device.memory / 1e9:.0f} GB of memory{where}"
+        if worst.peak > self.device.memory / 2:
+            largest = worst.largest(worst.peak_phase)
+            text += f" (mostly {largest.what} of the {largest.role}, in the phase '{worst.peak_phase}')"
         if self.hours is not None and self.steps is not None:
-            run = f", {count_of(self.steps, 'step')} about {duration_text(self.hours * 3600)}"
-        does = "" if self.fits else ": it may not fit, and `distflow plan` names a change that does"
-        return (
-            f"plan: at most {worst.peak / 1e9:.2f} of {self.device.memory / 1e9:.0f} GB on each {self.device.name} "
-            f"(in the phase '{worst.peak_phase}', mostly {largest.what} of the {largest.role})"
-            f"{run}{does}"
-        )
+            text += f", {count_of(self.steps, 'step')} about {duration_text(self.hours * 3600)}"
+        return text if self.fits else f"{text}: it may not fit, and `distflow plan` names a change that does"
 
 
 @dataclass(frozen=True)
@@ -377,11 +397,17 @@ class StepTimes:
         """Of a step, outside of its other parts."""
         return self.rates.rest * self.samples / sizes_of(self.plan, "actor").data
 
+    @cached_property
+    def cache_slots(self) -> float:
+        """Responses of the mean length for which an engine's cache has room."""
+        tokens = cached_tokens(self.plan, self.config, self.shapes, self.device)
+        return inf if tokens is None else max(1.0, tokens / self.lengths.sequence)
+
     def generate(self) -> float:
         """A batch of responses on all engines: prompts, then decoding at full concurrency, then ever fewer."""
         own = sizes_of(self.plan, "rollout")
         per_engine = ceil(self.samples / own.data)
-        running = min(running_responses(self.config, own.data), per_engine)
+        running = min(running_responses(self.config, own.data), per_engine, self.cache_slots)
         prompts = ceil(self.config.data.train_batch_size / own.data) * self.lengths.prompt
         full = max(0.0, (per_engine - running) * self.lengths.response / running)
         seconds = self.prefill(prompts) + full * self.decode_step(running, self.lengths.sequence)
@@ -480,16 +506,40 @@ class StepTimes:
         return any("rollout" in rank.engines and not rank.training_nodes for rank in self.plan.ranks)
 
     def sync(self) -> float:
-        """Engines receive at the same time."""
+        """Until all engines have the weights, which they receive at the same time. Buckets are sent while earlier ones
+        are received, except to a server, which reads files that are complete."""
         if not self.sync_bytes:
             return 0.0
-        one = self.rates.sync * self.shapes["rollout"].parameters * self.itemsize
-        sharded = shards_of(self.plan, self.config, "actor") > 1
-        gathers = one / self._link(True, "actor") if sharded else 0.0
+        moved = self.shapes["rollout"].parameters * self.itemsize
+        seconds = 0.0
+        if shards_of(self.plan, self.config, "actor") > 1:
+            seconds += moved / self._link(True, "actor")
+        fsdp = self.config.actor_rollout_ref.actor.fsdp_config
+        if (fsdp.param_offload or fsdp.offload_policy) and not self.device.is_cpu:
+            parts = shards_of(self.plan, self.config, "actor")
+            seconds += 4 * self.shapes["rollout"].parameters / parts / _HOST_LINK
+        return self.rates.sync * (seconds + moved * self._carried_byte())
+
+    def _carried_byte(self) -> float:
+        """Seconds that one byte takes from the trainer to the engines."""
+        settings, mode = self.config.actor_rollout_ref, self.config.actor_rollout_ref.actor.weight_update_mode
+        to_host = 0.0 if self.device.is_cpu else 1 / _HOST_LINK
+        network = 1 / (SENDING * self.device.network) if self._syncs_over_network else 0.0
+        served = 2 / _SHARED_FILES + to_host
         if not self._generates_elsewhere:
-            return gathers + one / (self.device.bandwidth * DECODING)
-        machines = len({rank.node for rank in self.plan.ranks})
-        return gathers + one / (SENDING * (self.device.network if machines > 1 else self.device.link))
+            if ROLLOUT_ENGINES[settings.rollout.name].in_server:
+                return to_host + served
+            return (1 + 4 / self.itemsize) / (self.device.bandwidth * DECODING)  # float32 is read, a copy written
+        received = served if ROLLOUT_ENGINES[settings.rollout.name].in_server else 0.0
+        if mode == "collective":
+            return max(network or 1 / (SENDING * self.device.link), received)
+        stored = 1 / (_FILES if mode == "disk" else _HOST_COPY)
+        sent = to_host + 1 / _HASHING + stored
+        return max(sent, stored + network + 1 / _HASHING + (received or to_host))
+
+    @property
+    def _syncs_over_network(self) -> bool:
+        return len({rank.node for rank in self.plan.ranks}) > 1
 
 
 def _bars(times: StepTimes, pipeline: BoundPipeline) -> list[Bar]:

@@ -20,6 +20,7 @@ _TENSOR = (1, 2, 4, 8)
 _MOST_SPLITS = 64
 STRATEGY = "actor_rollout_ref.actor.strategy"
 STALENESS = "async.max_staleness"
+CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing"
 _MOST_RESPONSES = 400_000  # of all simulations together, if there are more than ten
 RAY = (("trainer.launcher", "ray"),)
 """What every allocation needs."""
@@ -28,26 +29,36 @@ RAY = (("trainer.launcher", "ray"),)
 @dataclass(frozen=True)
 class Choices:
     """What a search varies. config: without an allocation. strategy: the train engine; None for all. staleness: the
-    values of `async.max_staleness`."""
+    values of `async.max_staleness`. may_recompute: whether activation checkpointing may be switched on if nothing fits
+    without it. recompute: it was."""
 
     config: Config
     num_devices: int
     strategy: str | None = None
     staleness: tuple[int, ...] = (0,)
+    may_recompute: bool = False
+    recompute: bool = False
+
+    @property
+    def keys(self) -> "Change":
+        """What every allocation needs besides."""
+        return ((CHECKPOINTING, True),) if self.recompute else ()
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An allocation, a staleness, and what is predicted for them. simulated: None before it is one of the finalists."""
+    """An allocation, a staleness, and what is predicted for them. simulated: None before it is one of the finalists.
+    more: keys that it needs besides."""
 
     text: str
     staleness: int
     run: PredictedRun
     simulated: SimulatedRun | None = None
+    more: "Change" = ()
 
     @property
     def change(self) -> "Change":
-        return (("trainer.allocation", self.text), (STALENESS, self.staleness), *RAY)
+        return (("trainer.allocation", self.text), (STALENESS, self.staleness), *RAY, *self.more)
 
     @property
     def step_seconds(self) -> float:
@@ -88,6 +99,8 @@ class Search:
         """Why the first is the first, as a sentence."""
         first, *others = self.best
         fits = f"{self.num_fitting} of {count_of(self.num_tried, 'allocation')} fit"
+        if first.more:
+            fits += f" with {CHECKPOINTING}=true, and none without it"
         if not others:
             return f"{first.text}: {fits}"
         gain = others[0].step_seconds / first.step_seconds - 1
@@ -109,11 +122,16 @@ def search_allocations(
     a step has few responses; else at the least and the greatest staleness. is_allowed: whether the config's rules
     accept a change.
 
-    Raises UserError if none fits, with the one that lacks least.
+    If none fits, the same with activation checkpointing, if `choices` allow it. Raises UserError if none fits then,
+    with the one that lacks least.
     """
     tried = list(_candidates(choices, predict))
     if not tried:
         raise UserError(f"trainer.allocation={AUTO}: the pipeline has no allocation of {choices.num_devices} devices")
+    if choices.may_recompute and not any(each.run.fits for each in tried):
+        config = with_values(choices.config, {CHECKPOINTING: True})
+        choices = replace(choices, config=config, may_recompute=False, recompute=True)
+        return search_allocations(choices, predict, simulated, is_allowed)
     ends = {0, max(choices.staleness)}  # between them nothing differs but what is simulated
     fitting = sorted((e for e in tried if e.run.fits), key=lambda each: (each.staleness not in ends, each.rank))
     responses = samples_per_step(choices.config) * (4 + max(choices.staleness))
@@ -123,11 +141,12 @@ def search_allocations(
         ranked = sorted(finalists, key=lambda each: each.rank)
         if best := tuple(islice((each for each in ranked if is_allowed(each.change)), 10)):
             return Search(best, len(tried), len(fitting))
+    with_it = f", with {CHECKPOINTING}=true either" if choices.recompute else ""
     nearest = min(tried, key=lambda each: (each.run.fullest.peak, each.rank))
     raise UserError(
         f"trainer.allocation={AUTO}: none of {count_of(len(tried), 'allocation')} of {choices.num_devices} devices "
-        f"fits; the nearest is {nearest.text}, but {nearest.run.excess()}; `distflow plan` with it names a change that "
-        "fits"
+        f"fits{with_it}; the nearest is {nearest.text}, but {nearest.run.excess()}; `distflow plan` with it names a "
+        "change that fits"
     )
 
 
@@ -150,7 +169,7 @@ def _candidates(choices: Choices, predict: Callable[[Config], PredictedRun]) -> 
                 break
             times = run.times
             memory = worker_memory(run.plan, config, times.shapes, times.device, times.rates.libraries)
-            yield Candidate(text, staleness, replace(run, config=config, workers=memory))
+            yield Candidate(text, staleness, replace(run, config=config, workers=memory), more=choices.keys)
 
 
 def allocations(choices: Choices) -> Iterator[tuple[str, str]]:
@@ -215,7 +234,7 @@ def _changes(run: PredictedRun) -> list[Change]:
         limit //= 2
         found.append((("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", limit),))
     if not settings.model.enable_gradient_checkpointing:
-        found.append((("actor_rollout_ref.model.enable_gradient_checkpointing", True),))
+        found.append(((CHECKPOINTING, True),))
     responses = settings.rollout.max_num_seqs
     while responses > 16:
         responses //= 2

@@ -141,7 +141,7 @@ def setup_of(run: PredictedRun, plan: DataPlan, **given: object) -> Setup:
     fields: dict[str, object] = {
         "costs": costs_of(run),
         "engines": sizes_of(run.plan, "rollout").data,
-        "slots": settings.rollout.max_num_seqs,
+        "slots": int(min(settings.rollout.max_num_seqs, run.times.cache_slots)),
         "shared": run.shares_devices,
         "sync_every": settings.actor.model_update_frequency,
         "recompute": settings.rollout.kv_on_update != "keep",

@@ -113,9 +113,9 @@ def test_a_run_is_predicted_as_it_was_and_calibrates_the_next(tmp_path: Path) ->
     predicted = json.loads((tmp_path / "second/plan.json").read_text())["predicted"]
     assert predicted["calibrated_by"] == str(tmp_path / "first")
     assert predicted["phases"]["train_step"] == pytest.approx(run.phases["train_step"], rel=1e-6)
-    for name, ends in (("first", "Nothing calibrated this plan"), ("second", str(tmp_path / "first"))):
-        sentences = [each for each in report_data(tmp_path / name)["sentences"] if "redicted and" in each["text"]]
-        assert len(sentences) == 1 and "train_step" in sentences[0]["text"]
+    for name, ends in (("first", "set trainer.plan_from"), ("second", str(tmp_path / "first"))):
+        sentences = [each for each in report_data(tmp_path / name)["sentences"] if "estimate before" in each["text"]]
+        assert len(sentences) == 1 and "a step took" in sentences[0]["text"]
         assert ends in sentences[0]["text"] + sentences[0]["advice"]
 
 

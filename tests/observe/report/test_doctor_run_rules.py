@@ -43,14 +43,9 @@ def texts(sentences: list[dict[str, str]]) -> str:
 @pytest.mark.parametrize(
     ("source", "train", "tone", "words"),
     [
-        (
-            "runs/a/b",
-            1.2,
-            "unknown",
-            "train_step 1.2 and 1 s, rest 0.3 and 0.4 s, step 2 and 1.9 s, peak memory 1 and 1.2",
-        ),
-        ("runs/a/b", 1.6, "flat", "The plan missed train_step by more than 50%."),
-        ("", 9.0, "unknown", "train_step 9 and 1 s"),
+        ("runs/a/b", 1.2, "unknown", "was 2 s and 1 GiB; a step took 1.9 s and at most 1.25 GiB of memory."),
+        ("runs/a/b", 1.6, "flat", "wrong by more than half in train_step (expected 1.6 s, took 1 s)."),
+        ("", 9.0, "unknown", "was 2 s and 1 GiB; a step took 1.9 s"),
     ],
 )
 def test_what_was_predicted_is_beside_what_was_measured(

@@ -380,4 +380,6 @@ class Lab:
 
 
 def _over_ray(num_workers: int) -> tuple[str, ...]:
-    return "trainer.launcher=ray", f"trainer.n_gpus_per_node={num_workers}"
+    has_enough = torch.accelerator.device_count() >= num_workers
+    device = "auto" if has_enough else "cpu"
+    return "trainer.launcher=ray", f"trainer.n_gpus_per_node={num_workers}", f"trainer.device={device}"

@@ -46,6 +46,13 @@ def find_missing(config: Config, origins: Mapping[str, str], needed: Collection[
             yield Problem(((f"{key} = '{path}'", where(key, origins)),), *found)
 
 
+def is_incomplete(config: Config) -> bool:
+    """Whether it names no model or no data, like a preset."""
+    has_data = any(derived_settings.data_files(config, "train_files").values())
+    is_custom = derived_settings.pipeline_name(config) == derived_settings.CUSTOM
+    return not config.actor_rollout_ref.model.path or not (has_data or is_custom)
+
+
 Fault = Callable[[str], tuple[str, str] | None]
 """Finds (problem, advice) of a path; None if there is no problem visible without loading it."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
-from distflow.config.compose.check_paths import find_missing
+from distflow.config.compose.check_paths import NEEDED_TO_TRAIN, find_missing
 from distflow.config.compose.fit_defaults_to_data import Fitted, NamedKey, apply_changes, fit, is_free
 from distflow.config.compose.setting_origins import (
     COMMAND_LINE,
@@ -138,6 +138,13 @@ def _overridden(settings: Sequence[Setting], file: str) -> Iterator[str]:
             given[setting.key] = setting
         elif own is not None and setting.where != COMMAND_LINE and not own.is_group and own.value != setting.value:
             yield f"{setting.key} ({own.value} → {setting.value})"
+
+
+def check_named_files(loaded: Loaded) -> None:
+    """Raises ConfigError if a file that the config names is missing, as a run does. A model may be elsewhere."""
+    models = {f"{MODEL}.path", f"{MODEL}.tokenizer_path", "critic.model.path"}
+    if problems := [*find_missing(loaded.config, loaded.origins, NEEDED_TO_TRAIN - models)]:
+        raise ConfigError(problems)
 
 
 def fit_to(loaded: Loaded, room: RunLimits) -> Loaded:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal, Union, get_args, get_origin
 
 from distflow.config.keys.declare import KeyInfo, dotted
-from distflow.config.migration.tables import find_value
+from distflow.config.migration.tables import find_synonyms
 from distflow.errors import nearest
 
 Differing = dict[str, dict[str, Any]]
@@ -159,9 +159,11 @@ def flat(settings: Mapping[str, object], prefix: str, keys: Mapping[str, KeyInfo
     return found
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The beginning of advice, with the nearest known name; empty if none is near."""
-    guess = nearest(name, known)
+def did_you_mean(name: str, known: Iterable[str], key: str = "") -> str:
+    """The beginning of advice: what other systems' name is here, or the nearest known name; empty if there is none.
+    key: whose value it is."""
+    names = tuple(known)
+    guess = " or ".join(find_synonyms(key, name, names)) or nearest(name, names)
     return f"did you mean {guess}? " if guess else ""
 
 
@@ -192,8 +194,7 @@ def _check_choice(name: object, info: KeyInfo) -> Iterator[Mismatch]:
         there = [choice for choice in spec.choices if choice not in later]
         yield Mismatch(f"is {show(name)}, which is not implemented yet", f"choose from {', '.join(there)}")
     elif name not in spec.choices:
-        guess = find_value(info.name, name)
-        meant = f"did you mean {guess}? " if guess else did_you_mean(str(name), spec.choices)
+        meant = did_you_mean(str(name), spec.choices, info.name)
         more = f". {spec.advice}" if spec.advice else ""
         yield Mismatch(
             f"is {show(name)}, which is not a valid choice", f"{meant}the choices are {spec.allowed()}{more}"

@@ -112,7 +112,8 @@ class TrainerConfig:
     )
     seed: int = key(1, "seed of new weights and of sampling", minimum=0, maximum=10**18)
     device: str = key(
-        "auto", "device of each worker: cpu, cuda, another accelerator of torch, or auto: one if all can have it"
+        "auto",
+        "device of each worker: cpu, cuda, another of torch, or auto: what is there, and the CPU for one worker only",
     )
     num_threads: int | None = key(
         None, "torch's threads; null: all cores, or the rest after rollout.num_threads", minimum=1
@@ -122,7 +123,7 @@ class TrainerConfig:
         "local", "how the workers are started", choices=tuple(LAUNCHERS), later=not_there_yet(LAUNCHERS)
     )
     nnodes: int = key(1, "machines (launcher=ray)", minimum=1)
-    n_gpus_per_node: int = key(1, "devices per machine: GPUs, or CPU workers", minimum=1)
+    n_gpus_per_node: int = key(1, "devices per machine: GPUs, or with device=cpu CPU workers", minimum=1)
     allocation: str | None = key(
         None,
         "engines and their devices, e.g. embedded[rollout]:d2+torch[actor]:d2; auto: searched; null: by the scheduler",

@@ -2,10 +2,12 @@
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ NOT_GIVEN: Any = object()
 _OVERRIDE = re.compile(r" (?=[a-z_]+\.[\w.]+=)")  # between two overrides
 _PLAIN = re.compile(r"[\w./:+~-]+")
 
+_MOST_SYNONYMS = 2
 SYSTEMS = ("verl", "siiRL", "TRL", "AReaL", "OpenRLHF", "ROLL")
 _SHORT_FORMS = {
     "ACTOR": "actor_rollout_ref.actor",
@@ -127,6 +130,33 @@ def find_by_last_word(key: str) -> dict[str, Name]:
 def find_value(key: str, value: object) -> str | None:
     """The name here of verl's value for a key that both have, if it differs."""
     return all_tables()["verl"].values.get(key, {}).get(value)
+
+
+def find_synonyms(key: str, value: object, known: Collection[str] = ()) -> list[str]:
+    """What other systems' value of a key is here, the most common first: a value of `known`, or whole overrides."""
+    word = str(value).lower()
+    found = Counter(_synonyms().get((key, word), ()))
+    for table in all_tables().values():
+        for name in table.names.values():
+            for theirs, ours in name.values.items():
+                is_of_key = name.ours == key if "=" not in ours else f"{key}=" in ours
+                if is_of_key and isinstance(theirs, str) and theirs.lower() == word:
+                    found[ours.removeprefix(f"{key}=") if " " not in ours else ours] += 1
+        for theirs, ours in table.values.get(key, {}).items():
+            found[ours] += str(theirs).lower() == word
+    likely = (each for each, times in found.most_common() if times)
+    return [each for each in likely if "=" in each or each in known][:_MOST_SYNONYMS]
+
+
+@cache
+def _synonyms() -> Mapping[tuple[str, str], list[str]]:
+    """By key and lower-case word."""
+    found = dict[tuple[str, str], list[str]]()
+    for keys, entry in read_toml(Path(__file__).parents[1] / "synonyms.toml").items():
+        for words, ours in entry.items():
+            for key, word in product(expand(keys), expand(words)):
+                found.setdefault((key, word.lower()), []).append(ours)
+    return found
 
 
 def as_override(value: object) -> str:

@@ -6,7 +6,9 @@ from distflow.builtin_names import ESTIMATORS, PIPELINES, POLICY_LOSSES, REGISTE
 from distflow.config.compose.setting_origins import preset_names
 from distflow.config.compose.typed_values import did_you_mean
 from distflow.config.derived_settings import (
+    ADV_ESTIMATOR,
     CUSTOM,
+    POLICY_LOSS,
     named_rewards,
     pipeline_name,
     policies_of,
@@ -15,7 +17,7 @@ from distflow.config.derived_settings import (
 )
 from distflow.config.keys.dag import FIRST_POLICY
 from distflow.config.keys.schema import Config
-from distflow.config.rules import ACTOR, MODEL, ROLLOUT, Finding
+from distflow.config.rules import MODEL, ROLLOUT, Finding
 from distflow.import_target import is_pickled, split_name
 
 
@@ -23,34 +25,33 @@ def named_pipeline(config: Config) -> Iterator[Finding]:
     """`dag.pipeline` names a built-in pipeline or a function."""
     name = config.dag.pipeline
     if isinstance(name, str) and name not in PIPELINES and not _is_reference(name):
-        is_preset = name in preset_names()
-        yield Finding(
-            ("dag.pipeline",),
-            "is neither a built-in pipeline nor the name of a function",
-            f"{name} is a preset: write distflow train {name}, or defaults: [{name}]"
-            if is_preset
-            else f"{did_you_mean(name, PIPELINES)}built in are {', '.join(PIPELINES)}; write your own as "
-            f"module:function, "
-            "file.py:function or a list of nodes",
+        meant = did_you_mean(name, PIPELINES, "dag.pipeline")
+        advice = (
+            f"{meant}built in are {', '.join(PIPELINES)}; write your own as module:function, file.py:function or a "
         )
+        advice += "list of nodes"
+        if name in preset_names():
+            advice = f"{name} is a preset: write distflow train {name}, or defaults: [{name}]"
+        yield Finding(("dag.pipeline",), "is neither a built-in pipeline nor the name of a function", advice)
 
 
 def known_names(config: Config) -> Iterator[Finding]:
     """A name that is not built in needs a module that registers it."""
     if config.trainer.imports or pipeline_name(config) == CUSTOM:
         return
+    estimator, loss = config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss
     asked = [
-        ("algorithm.adv_estimator", config.algorithm.adv_estimator, (*ESTIMATORS, *REGISTERED)),
-        (f"{ACTOR}.policy_loss", config.actor_rollout_ref.actor.policy_loss, (*POLICY_LOSSES, *REGISTERED)),
+        (ADV_ESTIMATOR, ADV_ESTIMATOR, estimator, (*ESTIMATORS, *REGISTERED)),
+        (POLICY_LOSS, POLICY_LOSS, loss, (*POLICY_LOSSES, *REGISTERED)),
     ]
     for key, _, parts in named_rewards(config):
-        asked += [(key, part.name, tuple(REWARDS)) for part in parts]
-    for key, name, table in asked:
+        asked += [(key, "reward.functions", part.name, tuple(REWARDS)) for part in parts]
+    for key, kind, name, table in asked:
         if name not in table and ":" not in name:
             yield Finding(
                 (key,),
                 f"'{name}' is not a built-in name",
-                f"{did_you_mean(name, table)}built-in names are {', '.join(table)}; write your own function as "
+                f"{did_you_mean(name, table, kind)}built-in names are {', '.join(table)}; write your own function as "
                 "file.py:function, or add the module that registers the name to trainer.imports",
             )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from distflow.config import Config, Loaded, RunLimits, fit_to, load_config, with_changes
 from distflow.config.compose.fit_defaults_to_data import is_free
+from distflow.config.compose.load_config import check_named_files
 from distflow.config.derived_settings import CUSTOM, model_of, pipeline_name
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import with_values
@@ -28,6 +29,7 @@ from distflow.planning.known_models_and_devices import Device, ModelShape, devic
 from distflow.planning.predicted_run import Lengths, PredictedRun, predict
 from distflow.planning.search_allocations import (
     AUTO,
+    CHECKPOINTING,
     STALENESS,
     STRATEGY,
     Change,
@@ -84,8 +86,11 @@ class RunPlanner:
         staleness = {config.async_.max_staleness}
         if is_free(loaded.origins, STALENESS) and config.actor_rollout_ref.actor.policy_loss == "decoupled":
             staleness |= {0, 1, 2, 4}  # a loss that corrects for it
+        model = config.actor_rollout_ref.model
+        may_recompute = is_free(loaded.origins, CHECKPOINTING) and not model.enable_gradient_checkpointing
+        number = trainer.nnodes * trainer.n_gpus_per_node
         return search_allocations(
-            Choices(config, trainer.nnodes * trainer.n_gpus_per_node, chosen, tuple(sorted(staleness))),
+            Choices(config, number, chosen, tuple(sorted(staleness)), may_recompute),
             self.predict,
             self.simulate,
             lambda change: self._changed(change) is not None,
@@ -118,8 +123,10 @@ class RunPlanner:
 
     @cached_property
     def _as_written(self) -> Config:
-        overrides = [*_on_devices(self.num_devices), *self.overrides]
-        return self._read(overrides).config
+        loaded = self._read([*_on_devices(self.num_devices), *self.overrides])
+        if self.measured_in is None:  # else its files may be elsewhere
+            check_named_files(loaded)
+        return loaded.config
 
     def _read(self, overrides: Sequence[str]) -> Loaded:
         loaded = load_config(self.preset, overrides, complete=False, trust_code=self.runs_code)

@@ -56,7 +56,7 @@ def as_predicted(run: PredictedRun, device: Device, shapes: Mapping[str, ModelSh
     return {
         "device": asdict(device),
         "shapes": {role: asdict(shape) for role, shape in shapes.items()},
-        "phases": dict(run.phases),
+        "phases": {} if run.why_untimed else dict(run.phases),
         "peak_bytes": run.fullest.peak,
         "calibrated_by": run.times.rates.source,
     }

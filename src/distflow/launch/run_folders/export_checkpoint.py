@@ -28,6 +28,8 @@ from distflow.config.keys.dag import FIRST_POLICY
 from distflow.config.keys.schema import with_values
 from distflow.errors import UserError
 from distflow.launch.configured_models import copy_weights, load_policy, tokenizer_loader
+from distflow.launch.run_fingerprint_and_report_head import PROMPT_FORMAT
+from distflow.launch.run_folders.run_seal import is_own_run
 from distflow.launch.user_code_trust_and_importability import (
     code_of_run,
     model_code,
@@ -38,6 +40,7 @@ from distflow.models.image_inputs import images_of
 from distflow.models.loading import quiet_transformers
 from distflow.models.lora import has_adapter, named_weights, unwrapped
 from distflow.observe.crash_safe_files import empty_folder, read_object
+from distflow.runtime.checkpoint.checkpoint_store import Checkpoint
 from distflow.runtime.checkpoint.files import MANIFEST, by_age, checkpoints_in
 from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS, describe_choice, is_of_a_run, policy_checkpoint
 from distflow.training.engine import TrainState
@@ -76,12 +79,14 @@ def export_checkpoint(
         return target
     empty_folder(target)
     with checkpoint.reading():
-        config = config_of_run(checkpoint.load("run")["config"])
+        saved = checkpoint.load("run")
+        config = config_of_run(saved["config"])
         trained = TrainState(checkpoint.load("actor")).trained_weights()
+    note[PROMPT_FORMAT] = saved["facts"].get(PROMPT_FORMAT, config.data.prompt_format)
     if adapter and not config.actor_rollout_ref.model.lora_rank:
         raise UserError(f"{source} has no adapter, because the run trained all weights: remove --adapter")
     code = model_code(config)
-    only_if_trusted(code, trust_code, say)
+    _allow_code(code, checkpoint, saved["config"], trust_code, say)
     if not code:
         config = without_model_code(config)
     policies, tokenizer = trained_policies(config), tokenizer_loader(config)()
@@ -171,13 +176,25 @@ def write_config_of(run: Path, file: Path, say: Say, *, trust_code: bool, genera
     checkpoint = policy_checkpoint(run)
     with checkpoint.reading():
         # `${` of a stored value is text, as it was when the run began: it must not read this user's environment.
-        stored = re.sub(r"((?:\\\\)*)\$\{", r"\1\1\\\\${", json.dumps(checkpoint.load("run")["config"]))
+        saved = checkpoint.load("run")
+        stored = re.sub(r"((?:\\\\)*)\$\{", r"\1\1\\\\${", json.dumps(saved["config"]))
         values = json.loads(stored)
-        only_if_trusted(code_of_run(config_of_run(values), generates_only), trust_code, say)
+        code = code_of_run(config_of_run(values), generates_only)
+        _allow_code(code, checkpoint, saved["config"], trust_code, say)
         begun = {"path": str(run), "tokenizer_path": None, "init": "pretrained", "gguf_file": None, "revision": None}
         values["actor_rollout_ref"]["model"] |= begun
+        if generates_only:  # rows of messages are chats whatever the key says
+            values["data"]["prompt_format"] = saved["facts"].get(PROMPT_FORMAT, values["data"]["prompt_format"])
     file.write_text(yaml.safe_dump(values, sort_keys=False), "utf-8")
     return file
+
+
+def _allow_code(code: list[str], checkpoint: Checkpoint, values: Any, trust_code: bool, say: Say) -> None:
+    """Raises UserError for code that is neither trusted nor that of a run which this user started here."""
+    is_own = bool(code) and not trust_code and is_own_run(checkpoint.path.parent.parent, values)
+    only_if_trusted(code, trust_code or is_own, say)
+    if is_own and "" not in sys.path:
+        sys.path.insert(0, "")  # where the run's start found modules first
 
 
 def _folder(path: str | None, config: Config, say: Say) -> str | None:

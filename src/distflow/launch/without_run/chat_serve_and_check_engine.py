@@ -25,9 +25,11 @@ from distflow.launch.check_extensions import check_extensions
 from distflow.launch.configured_models import load_policy, policy_limits, tokenizer_loader
 from distflow.launch.device_and_threads import choose_device, make_process_ready
 from distflow.launch.engine_factories_from_config import engine_dtype, make_factories
-from distflow.launch.run_folders.export_checkpoint import with_models_of_runs, write_config_of
+from distflow.launch.run_fingerprint_and_report_head import PROMPT_FORMAT
+from distflow.launch.run_folders.export_checkpoint import NOTE, with_models_of_runs, write_config_of
 from distflow.launch.spec_fields_from_config import sampling_params
 from distflow.models.loading import stop_token_ids
+from distflow.observe.crash_safe_files import read_object
 from distflow.pipelines.serve_without_run import ServedPolicy, serve_policy
 from distflow.planning.plan_of_ranks_and_layouts import RankPlan
 from distflow.rollout.conformance import Bench, Finding, check_engine
@@ -118,7 +120,7 @@ def load_chat(path: str, overrides: list[str], options: ChatOptions, folder: Pat
         raise UserError(f"--temperature {given:g}: it must be 0 (greedy) or more")
     config, is_run = load_config_of(path, overrides, folder, note, options.trust_code), is_of_a_run(path)
     tokenizer, context, data = tokenizer_loader(config)(), policy_limits(config).context, config.data
-    has_template = data.prompt_format == "chat" if is_run else bool(tokenizer.chat_template)
+    has_template = data.prompt_format == "chat" if is_run else _reads_messages(path, tokenizer)
     max_tokens = options.max_tokens or min(MAX_TOKENS, (context or 2 * MAX_TOKENS) // 2)
     if context is not None and context <= max_tokens:
         raise UserError(f"--max-tokens {max_tokens}: the model's context has {context} tokens, including the prompt")
@@ -135,6 +137,12 @@ def load_chat(path: str, overrides: list[str], options: ChatOptions, folder: Pat
     )
     temperature = config.actor_rollout_ref.rollout.temperature if given is None else given
     return Chat(load_policy(config, choose_device(config)), tokenizer, prompts, config, temperature)
+
+
+def _reads_messages(path: str, tokenizer: Any) -> bool:
+    """Whether a model's folder or id has a chat template, and was not trained without it."""
+    trained_on = read_object(Path(path) / NOTE).get(PROMPT_FORMAT, "chat")
+    return trained_on == "chat" and bool(tokenizer.chat_template)
 
 
 async def serve(config: Config, name: str, key: str, listening: socket, say: Callable[[str], None]) -> None:

@@ -4,7 +4,6 @@ functions."""
 import ctypes
 import functools
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
@@ -15,6 +14,8 @@ from typing import Any
 import torch
 from threadpoolctl import threadpool_info
 from torch import Tensor
+
+from distflow.untrusted_files import own_cache
 
 FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC") + (
@@ -61,7 +62,10 @@ def _load() -> ctypes.CDLL:
     if len(loaded) != 1:
         raise NotNative(f"it requires a single OpenMP library (torch's), but this process has {len(loaded)}")
     ctypes.CDLL(loaded[0], mode=ctypes.RTLD_GLOBAL)
-    path = _cache() / f"native-{_digest(compiler)}.so"
+    try:
+        path = own_cache() / f"native-{_digest(compiler)}.so"
+    except OSError as error:
+        raise NotNative(f"there is no cache for compiled code: {error.strerror}") from None
     if not path.exists():
         _compile(compiler, path)
     try:
@@ -74,19 +78,6 @@ def name() -> str:
     """The name of the code, from everything that its results depend on; "torch" if there is none."""
     found = outcome()
     return "torch" if isinstance(found, NotNative) else Path(found._name).stem
-
-
-def _cache() -> Path:
-    """A folder that only this user can write to, since its files are loaded into the process."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distflow"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        state = folder.stat()
-    except OSError as error:
-        raise NotNative(f"there is no cache for compiled code: {error}") from None
-    if state.st_uid != os.getuid() or state.st_mode & 0o022:
-        raise NotNative(f"{folder} is writable by other users: run chmod 700 on it")
-    return folder
 
 
 def _digest(compiler: str) -> str:

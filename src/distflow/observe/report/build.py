@@ -32,7 +32,7 @@ MOST_BYTES = 5_000_000
 """Size of any report: if a folder holds more than a run writes, long texts and lists are cut until it fits."""
 
 HEAD = ("model", "data", "batch", "preset", "workers", "machine", "sandbox")
-HIDDEN = ("experiment", "title", "changed", "config")
+HIDDEN = ("experiment", "title", "changed", "config", "seal")
 _PAGE_BYTES = 130_000
 _LEAST_SAMPLES_BYTES = 200_000
 _MAX_CONFIG = 100_000

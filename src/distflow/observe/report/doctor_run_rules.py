@@ -91,33 +91,39 @@ class RunRecords:
 
 
 def predicted_and_measured(run: RunRecords) -> Finding | None:
-    """What the plan predicted beside the medians of what was measured. A miss above half is named if a run calibrated
-    the plan."""
+    """A step's time and memory beside the estimate before the start, by the medians of the steps. What the estimate
+    missed by more than half is named if a run calibrated it."""
     predicted, steps = read_object(run.run_dir / "plan.json", run.run_dir).get("predicted"), run.steps
     phases = predicted.get("phases") if isinstance(predicted, Mapping) else None
     measured = measured_phases(steps)
     if not isinstance(predicted, Mapping) or not isinstance(phases, Mapping) or "step" not in measured:
         return None
-    measured["rest"] = measured["step"] - sum(measured[name] for name in phases if name != "step" and name in measured)
-    pairs = [
-        (n, v, measured[n]) for n, value in phases.items() if n in measured and (v := to_number(value)) is not None
-    ]
-    if not pairs:
+    expected = {name: seconds for name, value in phases.items() if (seconds := to_number(value)) is not None}
+    if "step" not in expected:
         return None
+    others = [name for name in expected if name != "step" and name in measured]
+    measured["rest"] = measured["step"] - sum(measured[name] for name in others)
+    missed = [
+        f"{name} (expected {seconds:.3g} s, took {measured[name]:.3g} s)"
+        for name, seconds in expected.items()
+        if name in measured and _misses(seconds, measured[name], measured["step"])
+    ]
+    took = f"a step took {measured['step']:.3g} s"
+    estimate = f"{expected['step']:.3g} s"
     peak, used = predicted.get("peak_bytes"), known_values(steps, "memory/process/peak")
-    shown = [f"{name} {ours:.3g} and {real:.3g} s" for name, ours, real in pairs if max(ours, real) >= 5e-3]
-    missed = [name for name, ours, real in pairs if _misses(ours, real, measured["step"])]
     if isinstance(peak, int | float) and used:  # in GiB, as a report has them
-        shown.append(f"peak memory {peak / 2**30:.3g} and {max(used):.3g} GiB")
+        took += f" and at most {max(used):.3g} GiB of memory"
+        estimate += f" and {peak / 2**30:.3g} GiB"
         missed += ["peak memory"] if abs(peak / 2**30 - max(used)) > MISSED * max(used) else []
     source = predicted.get("calibrated_by")
-    text = f"Predicted and measured, medians of the steps: {', '.join(shown)}."
     if not source:
-        return Finding("unknown", text, "Nothing calibrated this plan: set trainer.plan_from to a run on this device.")
+        text = f"The estimate before the start was {estimate}; {took}."
+        return Finding("unknown", text, "To estimate the next run by this one, set trainer.plan_from to its folder.")
+    text = f"The estimate before the start, by {source}, was {estimate}; {took}."
     if not missed:
-        return Finding("unknown", f"{text} The plan was calibrated by {source}.")
+        return Finding("unknown", text)
     advice = f"Calibrate the plan by this run (distflow plan --from), instead of {source}."
-    return Finding("flat", f"The plan missed {joined(missed)} by more than {MISSED:.0%}. {text}", advice)
+    return Finding("flat", f"{text} It was wrong by more than half in {joined(missed)}.", advice)
 
 
 def measured_phases(steps: Steps) -> dict[str, float]:

@@ -3,7 +3,6 @@
 import math
 import re
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypedDict
@@ -190,29 +189,30 @@ def audited(events: Sequence[Event]) -> list[Mapping[str, JSON]]:
 
 
 def describe_audits(events: Sequence[Event]) -> Finding:
-    """Which checks passed, how often, in audited steps and in looks at others, and which could not be made, with the
-    reason."""
+    """How much was computed again and agreed with the run, and what could not be, with the reason. A difference would
+    have ended the run. Which checks passed is in the events."""
     audits = audited(events)
     if not audits:
         text = "No step was audited: trust.audit_freq is 0, or the run ended before its first audit."
         return Finding("flat", text)
-    passed, looked = Counter[str](), Counter[str]()
+    passed = set[str]()
     unchecked: dict[str, JSON] = {}
     for fields in audits:
         if isinstance(proven := fields.get("proven"), list):
             passed.update(map(str, proven))
         if isinstance(unproven := fields.get("unproven"), dict):
             unchecked.update(unproven)
-    for event in events:
-        if event.kind == "looks" and isinstance(checks := event.fields.get("checks"), dict):
-            looked.update({name: int(count) for name, count in checks.items() if isinstance(count, int)})
-    often = [f"{n} {count}{f' + {looked[n]:,}' if looked[n] else ''}" for n, count in passed.items()]
-    reasons = "; ".join(f"{name} ({reason})" for name, reason in unchecked.items())
     num_steps = sum(fields.get("of") != "validation" for fields in audits)
-    counted = f"{num_steps:,} step{' was' if num_steps == 1 else 's were'} audited"
-    text = f"{counted}; these checks passed, in audits + in short checks of other steps: {', '.join(often)}."
-    text += f" Not checked, or not in every audit: {reasons}." if reasons else ""
-    return Finding("flat" if reasons else "good", text)
+    text = f"{count_of(num_steps, 'step')} {'was' if num_steps == 1 else 'were'} audited: computed again from the "
+    text += f"recorded data, with the same result in {count_of(len(passed), 'check')}"
+    looks = [event.fields.get("checks") for event in events if event.kind == "looks"]
+    if any(looks):
+        text += "; other steps had shorter checks, which passed too"
+    text += "."
+    if unchecked:
+        reasons = "; ".join(f"{name} ({reason})" for name, reason in unchecked.items())
+        text += f" Not checked, or not in every audit: {reasons}."
+    return Finding("flat" if unchecked else "good", text)
 
 
 def time_sentence(steps: Steps) -> str:
