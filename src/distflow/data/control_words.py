@@ -34,13 +34,15 @@ def control_words(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
 @lru_cache(maxsize=16)
 def _control_words(tokenizer: PreTrainedTokenizerBase, template: str) -> re.Pattern[str] | None:
     """template: the tokenizer's, which may have been replaced since the last call."""
-    known = {text: token.special for token in tokenizer.added_tokens_decoder.values() if (text := str(token))}
-    known = {text: is_special for text, is_special in known.items() if _HAS_MARKS.fullmatch(text)}
+    added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
+    known = [text for text in added if _HAS_MARKS.fullmatch(text)]
+    ends = (tokenizer.bos_token, tokenizer.eos_token)
+    anywhere = [text for text in known if text in ends or (added[text] and not _is_tag(text, known))]
     found = set[str]()
     for parts in _rendered(tokenizer, template):
         for number, (text, before, after) in enumerate(parts):
             found.update(_ANYWHERE.findall(text))
-            found.update(word for word, is_special in known.items() if is_special and word in text)
+            found.update(word for word in anywhere if word in text)
             if after not in ("", _REPLY):
                 start = _ROLE_AT_END.sub("", text)
                 found.update(word for word in (*known, *_BESIDE.findall(text)) if start.endswith(word))
@@ -50,6 +52,12 @@ def _control_words(tokenizer: PreTrainedTokenizerBase, template: str) -> re.Patt
     if not found:
         return None
     return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True))))
+
+
+def _is_tag(text: str, known: Sequence[str]) -> bool:
+    """Whether it is one of a pair, such as `<think>` and `</think>`, which a reply may have."""
+    other = text.replace("/", "", 1) if "/" in text else f"{text[0]}/{text[1:]}"
+    return other in known
 
 
 def _rendered(tokenizer: Any, template: str) -> Iterator[list[tuple[str, str, str]]]:
