@@ -23,8 +23,8 @@ PARTS = (
     "{{ part.text }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
 )
 THINKS = (
-    "{% for m in messages %}{% if m.role == 'user' %}{{ '[USER] ' + m.content + ' [DONE]' }}{% elif m.role == 'assistant' %}"
-    "{{ '<think>\n\n</think>\n\n' + m.content + eos_token }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[USER] ' + m.content + ' [DONE]' }}{% endif %}"
+    "{% if m.role == 'assistant' %}{{ '<think>\n\n</think>\n\n' + m.content + eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<think>\n' }}{% endif %}"
 )
 

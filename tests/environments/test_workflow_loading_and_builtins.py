@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from distflow.data.encoded_prompts import PromptRow
 from distflow.environments import workflow
 from distflow.environments.chat import Limits, Prompt
 from distflow.environments.workflow_loading_and_builtins import Row, load_workflow, multi_turn, row_of
-from distflow.data.encoded_prompts import PromptRow
 from distflow.errors import UserError
 from distflow.pipelines.nodes.workflow_rollout import read_outcome
 from distflow.rewards.reward_results import Score

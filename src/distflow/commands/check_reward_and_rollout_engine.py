@@ -201,6 +201,8 @@ def _lines(result: "CheckResult", shown: int) -> Iterator[str]:
         yield f"  stopped after {count_of(result.num_hangs, 'call')} that did not return in time (--timeout)"
     elif result.read and not result.forms():
         yield "  it supports none of these forms: see --answer-key, or name correct responses with --response-key"
+        if result.unread is not None:
+            yield f"  it {escape_control(result.unread.said(), one_line=True)}"
     if not result.read:
         yield "  the answers are not strings or numbers: only responses wrong for all are tried; see --response-key"
     width = max(map(len, result.kinds))

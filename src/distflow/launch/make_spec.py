@@ -53,6 +53,8 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
             say(line)
         with writing_to(loaded.config.trainer.run_dir):
             spec = _spec(loaded, reading.pipeline, data)
+        for warning in spec.warnings:
+            say(f"warning: {warning}")
     check_plan(spec.plan, reading.pipeline)
     check_pickles(spec)
     return spec
@@ -65,6 +67,7 @@ def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
         rows = EncodedRows(write_encoded(prompts, run_dir, f"val-{domain}" if domain else "val"))
         params = validation_params(config, sampling_params(config, domain))
         validation.append(ValidationSet(domain or "val", rows, *params))
+    overlap = "" if config.data.allow_overlap else data.overlap()
     train = data.train if isinstance(data.train, LazyRows) else EncodedRows(write_encoded(data.train, run_dir, "train"))
     return spec_settings(config, pipeline, num_rows_of(config, data.train))(
         text=to_yaml(config),
@@ -78,6 +81,6 @@ def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
             "train": 0 if train is data.train else data.looked_at.report.num_left_out + len(data.broken),
             **{f"val {domain}": prompts.report.num_left_out for domain, prompts in data.validation.items()},
         },
-        overlap="" if config.data.allow_overlap else data.overlap(),
+        warnings=tuple(filter(None, [overlap])),
         description=description(loaded, data),
     )

@@ -199,8 +199,8 @@ def write_facts(spec: Spec, model_facts: Mapping[str, object], recorder: Recorde
         **model_facts,
     }
     recorder.folder.write_json("run.json", facts)
-    if spec.overlap:
-        recorder.note("warning", spec.overlap)
+    for warning in spec.warnings:
+        recorder.folder.event("warning", warning)
     recorder.folder.write_text("config.yaml", spec.text)
     recorder.folder.write_json(
         "plan.json", {**asdict(spec.plan), "nodes": spec.pipeline().to_json(), "predicted": spec.predicted}
