@@ -4,9 +4,11 @@ from collections.abc import Callable
 from functools import partial
 
 from distflow.config import Loaded, UserError, to_yaml
+from distflow.config.compose.unknown_and_unused_keys import peek
 from distflow.config.derived_settings import with_own_policies
 from distflow.data.encoded_rows_file import EncodedRows, write_encoded
 from distflow.data.sources import forget_rows
+from distflow.errors import blaming
 from distflow.graph import BoundPipeline
 from distflow.launch.data_sets import LazyRows, num_rows_of
 from distflow.launch.device_and_threads import follow_machines
@@ -23,6 +25,7 @@ from distflow.observe.writing.timing import lasting
 from distflow.planning.plan_of_ranks_and_layouts import check_plan
 from distflow.runtime.run_errors_and_limits import writing_to
 from distflow.runtime.spec import Spec, ValidationSet
+from distflow.training.optimizer import check_optimizer
 
 Say = Callable[[str], None]
 
@@ -43,6 +46,10 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
     reading = read_config(loaded)
     for note in try_algorithms(loaded.config, reading.pipeline):
         say(f"note: {note}")
+    settings = peek(loaded.config)
+    for role, optim in (("actor_rollout_ref.actor", settings.actor_rollout_ref.actor), ("critic", settings.critic)):
+        with blaming(f"{role}.optim.optimizer"):
+            check_optimizer(optim.optim.optimizer)
     # First, since rows from Python code are stored in the folder, which another run may be using.
     with claimed(loaded.config.trainer.run_dir), lasting(say, "reading models and data"):
         loaded = with_models_of_runs(loaded, say)

@@ -31,6 +31,7 @@ from distflow.launch.device_and_threads import choose_device, threads_of, worker
 from distflow.launch.fit_config_to_files import Data
 from distflow.models.cpu_kernels import build as native
 from distflow.models.model_identity_and_weight_soundness import identity
+from distflow.observe.run_reader import VALIDATION_ROWS
 from distflow.rewards.code.reward import isolation_of
 from distflow.rewards.load_and_call_reward_functions import fingerprint_target, target_of
 from distflow.rewards.pool.domain_pools import RewardSettings
@@ -99,6 +100,7 @@ def facts(config: Config, data: Data) -> dict[str, object]:
     vocabulary = json.dumps(sorted(data.tokenizer.get_vocab().items()), ensure_ascii=True)
     return {
         "data_fingerprint": data.train.fingerprint(),
+        VALIDATION_ROWS: _validation_rows(data),
         "tokenizer_fingerprint": hashlib.sha256(vocabulary.encode()).hexdigest(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -111,6 +113,12 @@ def facts(config: Config, data: Data) -> dict[str, object]:
         # The native code replaces torch's operations on a CPU.
         **({"native_code": native.name()} if choose_device(config).type == "cpu" else {}),
     }
+
+
+def _validation_rows(data: Data) -> str:
+    """A short hash of the rows of all validation sets; empty without any."""
+    sets = {name: found.fingerprint() for name, found in data.validation.items()}
+    return hashlib.sha256(json.dumps(sets, sort_keys=True).encode()).hexdigest()[:12] if sets else ""
 
 
 def _threads(config: Config) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distflow.observe.crash_safe_files import JSON, to_number
+from distflow.observe.report.chart_data import tabulate
 from distflow.observe.report.doctor_run_rules import (
     MAX_SHOWN,
     MAX_UIDS,
@@ -46,7 +47,7 @@ from distflow.observe.report.summary_sentences import (
     readable_s,
     status,
 )
-from distflow.observe.run_reader import MAX_BYTES
+from distflow.observe.run_reader import MAX_BYTES, comparable_validations
 from distflow.observe.sample_files import SAMPLES, sample_file_name
 
 BROKEN, OF_ENTROPY = "policy-broken", {"entropy-collapse", "entropy-explosion"}
@@ -87,7 +88,8 @@ class Examination:
 
 def examine(run: RunRecords) -> Examination:
     """The findings of all rules, those on the metrics of steps included."""
-    rules = rules_over(run.steps, run.config)
+    comparable, _ = comparable_validations(run.records, run.events)
+    rules = rules_over(tabulate(comparable), run.config)
     found: list[Finding] = []
     lacking = rules.lacking()
     for rule in RUN_RULES:
