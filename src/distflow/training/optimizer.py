@@ -14,7 +14,6 @@ from distflow.builtin_names import OPTIMIZERS, SCHEDULERS
 from distflow.errors import UserError
 from distflow.models.sharding import fill
 
-
 NEEDS_8BIT = "optimizer 'adamw_8bit' needs the extra: pip install 'distflow[optim8bit]'"
 
 
