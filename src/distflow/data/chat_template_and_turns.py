@@ -119,8 +119,9 @@ class ChatTemplate:
 
     def check_contents(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Raises RowError for a message whose content has words that the template itself writes around messages."""
-        words = control_words(self._tokenizer)
-        for number, message in enumerate(messages, 1) if words is not None else ():
+        if (words := control_words(self._tokenizer)) is None:
+            return
+        for number, message in enumerate(messages, 1):
             if message.get("role") == ASSISTANT and self._has_own_replies:
                 continue
             if word := find_control_word(message.get("content"), words):
