@@ -104,11 +104,12 @@ SITUATIONS: dict[str, tuple[Metrics, str, tuple[str, ...], tuple[str, ...]]] = {
             "reward/accuracy": (0.3, *always(0.0)[1:]),
             "reward/max": (1.0, *always(0.0)[1:]),
             "actor/entropy": (7.08, 3.0, *always(0.007)[2:]),
+            "rollout/truncated": (0.0, 0.1, *always(1.0)[2:]),
             "reward/frac_reward_zero_std": (0.3, *always(1.0)[1:]),
         },
         "actor_rollout_ref: {actor: {optim: {lr: 1.0}}}",
         ("came apart at step 3", "7.08 to 0.007", "Lower the learning rate (actor_rollout_ref.actor.optim.lr, now 1)"),
-        ("easier", "harder", "stops exploring"),
+        ("easier", "harder", "stops exploring", "Raise data.max_response_length"),
     ),
     "a policy that comes apart into noise": (
         {

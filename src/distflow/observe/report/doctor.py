@@ -171,7 +171,11 @@ def _unless_broken(check: OnSteps, steps: Steps, whole: Steps, config: Mapping[s
     found = check(steps, config)
     if found is None or check is broken_policy or broken_policy(whole, config, abruptly=False) is None:
         return found
-    return found if check is not equal_groups and check(whole, config) is not None else None
+    return found if check is constant_reward and check(whole, config) is not None else None
+
+
+def _truncation(run: RunRecords) -> Finding | None:
+    return _unless_broken(truncation, run.steps, run.steps, run.config)
 
 
 def _equal_groups(run: RunRecords) -> Finding | None:
@@ -203,7 +207,7 @@ RUN_RULES: tuple[RunRule, ...] = (
     RunRule("reward-constant", "reward/max", "error", lambda run: constant_reward(run.steps, run.config)),
     RunRule("nothing-moves", "", "error", lambda run: _no_update(run.steps, run.config)),
     RunRule("accuracy-counts-nothing", "reward/max", "warning", lambda run: accuracy_counts_nothing(run.steps)),
-    RunRule("length-runaway", "rollout/truncated", "warning", lambda run: truncation(run.steps, run.config)),
+    RunRule("length-runaway", "rollout/truncated", "warning", _truncation),
     RunRule("no-signal", "reward/frac_reward_zero_std", "warning", _equal_groups),
     RunRule("reward-errors", "", "", reward_errors),
     RunRule("greedy-and-sampled", "val_correct/all/mean", "", greedy_and_sampled),
