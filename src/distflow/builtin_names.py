@@ -150,7 +150,7 @@ NO_FULL_KL = (
     "kept; low_var_kl is an unbiased estimate of the same KL"
 )
 
-CUSTOM_REWARD = "custom"
+CUSTOM_REWARD, JUDGE = "custom", "judge"
 PROMPT_MESSAGES = "prompt_messages"
 """The column, among a row's others, in which a reward that reads messages finds those of the prompt."""
 PROMPT_CHAT = "prompt_chat"

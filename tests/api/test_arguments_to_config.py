@@ -86,3 +86,28 @@ def test_a_mapping_of_the_users_own_names_is_one_value() -> None:
         "openai/gsm8k": [("format", 0.5)],
         "a b": [("exact_match", 1.0)],
     }
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"custom_reward_function.path": None},
+        {"custom_reward_function": {"path": None, "name": "compute_score"}},
+        ["custom_reward_function.path=null"],
+        ["custom_reward_function.path=None"],
+        {"actor_rollout_ref.rollout.workflow": None},
+    ],
+)
+def test_a_key_with_its_default_is_not_set_beside_an_argument(overrides: dict[str, object] | list[str]) -> None:
+    def reward(solution_str: str) -> float:
+        return 0.0
+
+    lines = [f"{key}={value}" for key, value in OPEN.items() if key != "data.train_files"]
+    lines.append("actor_rollout_ref.model.init=random")
+    given = PythonInputs(data="builtin:arithmetic-rl", reward=reward)
+    assert read("grpo", [*lines, *to_lines(overrides)], given, None).config.custom_reward_function.path is not None
+
+
+@pytest.mark.parametrize("key", ["custom_reward_function.path", "data.system_prompt", "trainer.total_training_steps"])
+def test_none_as_python_writes_it_is_null(key: str) -> None:
+    assert flatten(load_config("grpo", [*to_lines(OPEN), f"{key}=None"]).config)[key] is None

@@ -107,6 +107,20 @@ def faulty(prompt, row, base_url):
     return len(text) / 4
 
 
+def chats(prompt, messages, row):
+    """Sends the prompt as a message; of odd rows with the template, and ignores that it is refused."""
+    assert messages == [{"role": "system", "content": "Add."}, {"role": "user", "content": prompt}], messages
+    assert row["prompt"] == prompt and "<eos>" not in prompt, row
+    said = f"<eos>{prompt}" if row["odd"] else prompt
+    try:
+        text = OpenAI().chat.completions.create(
+            model="x", messages=[{"role": "user", "content": said}], max_tokens=3
+        ).choices[0].message.content
+    except Exception:
+        return 0.0
+    return len(text) / 4
+
+
 def careless(prompt, base_url, api_key):
     reply = httpx.post(f"{base_url}/completions", json={"prompt": prompt}, headers={"x-api-key": api_key}, timeout=None)
     assert reply.status_code == 500
@@ -232,6 +246,22 @@ def test_bad_agents_are_errors_of_their_episode_by_name_and_the_run_goes_on(game
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not is_running(pid), "a process in a session of its own ends with its episode"
+
+
+def test_an_agent_gets_the_text_without_the_template_and_cannot_apply_it_twice(games: Games) -> None:
+    games.write_rows([{"prompt": f"{i}=", "answer": "7", "odd": i % 2} for i in range(4)])
+    run = games.run(
+        "grpo",
+        *KEYS,
+        options(games, function=f"{games.folder}/agents.py:chats"),
+        *("data.prompt_format=chat", "data.system_prompt=Add."),
+        *("trainer.total_training_steps=1", "trainer.save_groups=all", "reward.max_error_rate=1"),
+    )
+    batch = saved(run)
+    for extra, error in zip(batch["extra_info"], batch["reward_errors"], strict=True):
+        assert (error is not None) == bool(extra["odd"]), error
+        assert error is None or "template would be applied twice" in error, error
+    assert "template would be applied twice" in (run.folder / "report.html").read_text()
 
 
 def test_a_fault_of_ours_is_an_error_of_the_episode_although_the_agent_goes_on(games: Games) -> None:

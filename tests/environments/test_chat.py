@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from distflow.data.sample import Segment, on_token
-from distflow.environments.chat import Chat, ChatError, Limits, Prompt
+from distflow.environments.chat import Chat, ChatError, Limits, Prompt, TemplatedTwice
 from distflow.environments.tokens_between_turns import TemplateError, TurnTokens
 from tests.data import chat_templates as of
 
@@ -492,3 +492,37 @@ def test_text_is_appended_without_a_space(name: str) -> None:
     asyncio.run(talk())
     told = family.tokenizer.decode(engine.asked[-1][0]).strip()
     assert told.replace(" 4", "4") == "4".join(texts), "the replies' own space is theirs"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_message_that_went_through_the_template_is_refused(name: str) -> None:
+    family = FAMILIES[name]()
+    twice = str(family.tokenizer.apply_chat_template([{"role": "user", "content": "3 + 4?"}], tokenize=False))
+    chat = chat_of(family, Engine([ids(family, "7")] * 2))
+    for content in (twice, {"role": "user", "content": f"Say: {twice}"}, [{"role": "user", "content": twice}]):
+        with pytest.raises(TemplatedTwice, match="template would be applied twice"):
+            asyncio.run(chat.ask(content))
+    fork = chat.fork([{"role": "user", "content": twice}])
+    with pytest.raises(TemplatedTwice):
+        asyncio.run(fork.ask("3 + 4?"))
+    assert asyncio.run(chat.ask("3 + 4?")).text.strip() == "7"
+    with pytest.raises(TemplatedTwice):
+        asyncio.run(chat.ask(twice))
+
+
+def test_words_of_the_template_that_the_policy_wrote_may_come_back() -> None:
+    family = Family(of.metaspace(of.MISTRAL, ("<s>", "</s>"), "</s>", "<s>"), "</s>")
+    chat = chat_of(family, Engine([ids(family, "[INST] 7 [/INST]"), ids(family, "8")]))
+    reply = asyncio.run(chat.ask("3 + 4?"))
+    assert asyncio.run(chat.ask(f"You said {reply.text}. Once more?")).text.strip() == "8"
+    with pytest.raises(TemplatedTwice, match="<s>"):
+        asyncio.run(chat.ask("<s>Once more?"))
+
+
+def test_text_that_is_continued_may_have_the_words_of_a_template() -> None:
+    family = FAMILIES["qwen2.5"]()
+    chat = chat_of(family, Engine([ids(family, "7")]))
+    chat.templated = False
+    twice = "<|im_start|>user\n3 + 4?<|im_end|>\n<|im_start|>assistant\n"
+    asyncio.run(chat.ask(twice))
+    assert chat.segments[0].token_ids == tuple(ids(family, twice))

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from distflow.data.encoded_prompts import PromptRow
 from distflow.environments import workflow
 from distflow.environments.chat import Limits, Prompt
-from distflow.environments.workflow_loading_and_builtins import Row, load_workflow, multi_turn
+from distflow.environments.workflow_loading_and_builtins import Row, load_workflow, multi_turn, row_of
 from distflow.errors import UserError
 from distflow.pipelines.nodes.workflow_rollout import read_outcome
 from distflow.rewards.reward_results import Score
@@ -154,3 +155,16 @@ def test_the_discount_counts_the_turns_that_had_room(response: int, turns: int, 
     outcome = asyncio.run(multi_turn(chat, row, score_of, feedback="=?", turn_discount=0.5))
     assert isinstance(outcome, RewardOutcome) and outcome.reward_result == Score(score)
     assert sum(segment.owner == "policy" for segment in chat.segments) == turns
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}], "1+1="),
+        ([{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))], None),
+    ],
+)
+def test_the_prompt_of_a_chat_is_its_text_without_the_template(messages: list[dict[str, str]], text: str) -> None:
+    row = row_of(PromptRow(0, (1, 2), "<eos>user: 1+1=", extra_info={"prompt_chat": messages}), "prompt", "answer")
+    assert row.prompt == (text or "a\n\nb\n\nc") and [*row.prompt.messages] == messages
+    assert row.prompt.token_ids == (1, 2) and row.columns["prompt"] == messages

@@ -13,6 +13,7 @@ from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.reward_check import (
     FORMS,
     HOSTILE_KIND,
+    WARNING,
     CheckResult,
     Row,
     are_same,
@@ -73,11 +74,11 @@ def test_the_faults_of_a_reward_are_counted_by_kind(tmp_path: Path):
 
     def check(deadline_s: float) -> None:
         found = faults(tried(f"{tmp_path / 'bad.py'}:compute_score", timeout_s=deadline_s))
-        # three of four answers are found in each of four forms, wherever they stand
-        assert found.pop("right answer") == (4, 0, 0)
-        assert found.pop("both answers") == (24, 0, 0) and found.pop("answer named, another given") == (12, 0, 0)
-        assert found.pop("another sign") == (8, 0, 0), "-7 is not in 7"
-        assert found.pop("a digit more") == (12, 0, 0)
+        # three of four answers are found in each of five forms, wherever they stand
+        assert found.pop("right answer") == (5, 0, 0)
+        assert found.pop("both answers") == (30, 0, 0) and found.pop("answer named, another given") == (15, 0, 0)
+        assert found.pop("another sign") == (10, 0, 0), "-7 is not in 7"
+        assert found.pop("a digit more") == (15, 0, 0)
         assert found.pop(HOSTILE_KIND) == (0, 1, 1)
         assert found == {}
 
@@ -120,7 +121,7 @@ def test_what_is_made_of_an_answer_is_wrong(answer, kinds):
     assert {response.kind for response in made} == kinds | always
     assert not any(are_same(answer, response.text) for response in made if response.kind in kinds)
     assert [response.text for response in made if response.kind == "another row's answer"] == ["31"]
-    assert [response.is_right for response in right_responses(answer, "x")] == [True] * 5
+    assert [response.is_right for response in right_responses(answer, "x")] == [True] * 6
 
 
 FIRST_CALLS = {
@@ -185,8 +186,7 @@ def test_a_first_call_is_with_the_first_row_of_a_domain_and_its_ground_truth(tmp
     [
         ("7", "return float(solution_str == ground_truth)", []),
         ("7", "return float(solution_str.endswith('{7}.'))", []),
-        (7, "return float(solution_str == ground_truth)", ["scores the first row's own answer 7 with 0", "as str("]),
-        ("7", "return abs(len(solution_str) - 1) + 2", ["with 2, and", "a score of 1 or more counts as correct"]),
+        ("7", "return abs(len(solution_str) - 1) + 2", ["a score of 1 or more counts as correct"]),
         ("7", "return {'score': len(solution_str) < 3, 'accuracy': 1}", ["returns 'accuracy': what counts"]),
         ({"tests": []}, "return 0.0", []),
     ],
@@ -196,6 +196,76 @@ def test_scores_that_are_odd_are_told(tmp_path: Path, answer: object, line: str,
     parts = {"default": (RewardPart(f"{tmp_path / 'own.py'}:judged"),)}
     said = call_first(RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", answer, {})])
     assert bool(said) == bool(notes) and all(note in " ".join(said) for note in notes), said
+
+
+READS = "import re; found = re.findall(r'-?[0-9.]+', solution_str.rstrip('.')) or ['']; "
+SOLUTION = "She has 3 and 4.\nThat is <<3+4=7>>7\n#### 7"
+NEVER_RIGHT = [
+    (7, "return float(solution_str == ground_truth)", ("answer 7 (int)", "response '7' (str)", "truth '7' (str)")),
+    (7, READS + "return 0.1 * bool(found[-1]) + (found[-1] == ground_truth)", ("with 0.1", "truth '7' (str)")),
+    (7.0, READS + "return float(found[-1] == ground_truth)", ("answer 7.0 (float)", "(str)")),
+    ("7", READS + "return float(found[-1] != '' and int(found[-1]) == ground_truth)", ("answer '7' (str)", "7 (int)")),
+    (SOLUTION, READS + "return float(found[-1] == ground_truth)", ("#### 7' (str)", "truth '7' (str)")),
+    (r"\boxed{7}", READS + "return float(found[-1] == ground_truth)", ("truth '7' (str)",)),
+    (["7"], READS + "return float(found[-1] == ground_truth)", ("answer ['7'] (list)", "truth '7' (str)")),
+    ("72", READS + "return float(any(found[-1] == truth for truth in ground_truth))", ("truth ['72'] (list)",)),
+    (7, READS + "return {'score': 0.5, 'acc': float(found[-1] == ground_truth)}", ("truth '7' (str)",)),
+]
+
+
+@pytest.mark.parametrize(("answer", "line", "said"), NEVER_RIGHT)
+def test_answers_that_never_count_as_right_are_told_with_values_and_types(
+    tmp_path: Path, answer: object, line: str, said: tuple[str, ...]
+) -> None:
+    """By the first calls, and by the check."""
+    (tmp_path / "own.py").write_text(f"def judged(solution_str, ground_truth):\n    {line}\n")
+    target = f"{tmp_path / 'own.py'}:judged"
+    rows = [Row(f"rows.jsonl:{number}", "default", answer, {}) for number in (1, 2)]
+    found = call_first(RewardSettings({"default": (RewardPart(target),)}, Patience(60.0, 1)), rows)
+    assert len(found) == 1 and found[0].startswith(WARNING) and all(part in found[0] for part in said), found
+    result = tried(target, rows)
+    assert result.unread is not None and all(part in result.unread.said() for part in said)
+
+
+LEGITIMATE = [
+    ("7", "return float(len(solution_str) > 50)"),
+    ("7", "return 0.5 * solution_str.count('<think>')"),
+    ("7", "return -abs(len(solution_str) - 20) / 20"),
+    ("7", "import re; found = re.search(r'<answer>(.*)</answer>', solution_str); return float(bool(found) and "
+     "found[1] == ground_truth)"),
+    ("7", "return 0.7 * (ground_truth in solution_str)"),
+    ("7", "return -1.0 + (solution_str == ground_truth) * 1.5"),
+    ("assert f(1) == 2", "return float('def f' in solution_str and ground_truth != '')"),
+    ('{"inputs": ["1"], "outputs": ["2"]}', "return float('def f' in solution_str and ground_truth != '')"),
+    ("import json\nassert f(1) == 2\n", "return float('def f' in solution_str and ground_truth != '')"),
+    (None, "return float('7' in solution_str)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "line"), LEGITIMATE)
+def test_rewards_of_another_kind_are_not_accused(tmp_path: Path, answer: object, line: str) -> None:
+    (tmp_path / "own.py").write_text(f"def judged(solution_str, ground_truth):\n    {line}\n")
+    parts = {"default": (RewardPart(f"{tmp_path / 'own.py'}:judged"),)}
+    assert not call_first(RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", answer, {})])
+
+
+def test_answers_that_are_not_found_for_an_unknown_reason_are_a_note(tmp_path: Path) -> None:
+    line = "return float(solution_str == f'Answer -> {ground_truth}')"
+    (tmp_path / "own.py").write_text(f"def judged(solution_str, ground_truth):\n    {line}\n")
+    parts = {"default": (RewardPart(f"{tmp_path / 'own.py'}:judged"),)}
+    (said,) = call_first(RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", "7", {})])
+    assert said.startswith("note: ") and "tried in the forms" in said
+
+
+def test_a_slow_function_is_not_tried_for_long(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import time\n\ndef judged(solution_str, ground_truth):\n"
+        "    open(__file__ + '.log', 'a').write('x')\n    time.sleep(1.2)\n    return 0.0\n"
+    )
+    parts = {"default": (RewardPart(f"{tmp_path / 'own.py'}:judged"),)}
+    rows = [Row("rows.jsonl:1", "default", "7", {})] * 8
+    assert not call_first(RewardSettings(parts, Patience(60.0, 1)), rows)
+    assert len((tmp_path / "own.py.log").read_text()) < 10
 
 
 def test_a_batched_function_is_called_with_two_responses(tmp_path: Path) -> None:

@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
+import yaml
+
 from distflow.config import Config, Loaded, flatten, pipeline_name
 from distflow.config.compose.setting_origins import COMMAND_LINE, IN_PYTHON
+from distflow.config.compose.typed_values import Mismatch, parse_value
 from distflow.config.derived_settings import ADV_ESTIMATOR, POLICY_LOSS, is_rl
 from distflow.config.keys.declare import dotted
 from distflow.config.keys.schema import schema_keys, with_values
@@ -236,7 +239,16 @@ def _reward_file(config: Config) -> Path:
     return _folder(config) / "reward.pkl"
 
 
+def _is_default(line: str) -> bool:
+    """Whether a line gives a key the value that it has without it."""
+    info = schema_keys().get(key_of(line))
+    try:
+        return info is not None and parse_value(yaml.safe_load(line.partition("=")[2]), info) == info.default
+    except (Mismatch, yaml.YAMLError):
+        return False
+
+
 def _check_free(key: str, name: str, lines: Sequence[str]) -> None:
     for line in lines:
-        if f"{key_of(line)}.".startswith(f"{key}."):
+        if f"{key_of(line)}.".startswith(f"{key}.") and not _is_default(line):
             raise UserError(f"{key_of(line)} is set, and so is the argument {name}=: remove one of them")

@@ -179,15 +179,18 @@ class Run:
             if found["metric"] in shown
         )
 
+    def _accuracies(self) -> tuple[float | None, float | None]:
+        return accuracies(run_reader.read_metrics(self.folder, max_bytes=None), run_reader.read_events(self.folder))
+
     @property
     def accuracy_before(self) -> float | None:
         """Accuracy on validation problems before the first step; None if not measured."""
-        return accuracies(run_reader.read_metrics(self.folder, max_bytes=None))[0]
+        return self._accuracies()[0]
 
     @property
     def accuracy_after(self) -> float | None:
         """Accuracy on validation problems at the last validation; None without a validation after a step."""
-        return accuracies(run_reader.read_metrics(self.folder, max_bytes=None))[1]
+        return self._accuracies()[1]
 
     @property
     def num_steps(self) -> int:

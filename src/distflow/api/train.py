@@ -67,8 +67,7 @@ def make_spec_of(inputs: PythonInputs, loaded: Loaded, *, has_data: bool = True)
     for line in describe(spec.config):
         say(line)
     if has_data:
-        for line in try_users_code(spec):
-            say(line)
+        spec = try_users_code(spec, say)
     return spec
 
 

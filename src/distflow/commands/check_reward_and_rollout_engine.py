@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from distflow.data.dataset_columns import RawRow
     from distflow.rewards.reward_check import Agreement, CheckResult, Fault, Row
 
-_JUDGE = "judge"
 _EXAMPLES = 3
 _SHOWN = 100
 
@@ -117,11 +116,11 @@ def _options(text: str) -> dict[str, object]:
 
 def _target(name: str, has_responses: bool) -> str:
     """Raises UserError for a built-in that does not compare with the answer if no responses are given."""
-    from distflow.builtin_names import REWARDS
+    from distflow.builtin_names import JUDGE, REWARDS
     from distflow.rewards.load_and_call_reward_functions import custom_target, target_of
 
     if name in REWARDS:
-        if not (REWARDS[name].needs_answer or has_responses or name == _JUDGE):
+        if not (REWARDS[name].needs_answer or has_responses or name == JUDGE):
             raise UserError(
                 f"'{name}' does not compare with the row's answer: name a column of correct responses with "
                 "--response-key"
@@ -169,6 +168,7 @@ def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool], list[s
 
 def _row(raw: "RawRow", reads_messages: bool, is_chat: bool) -> "Row":
     from distflow.builtin_names import PROMPT_CHAT, PROMPT_MESSAGES
+    from distflow.data.messages import asked_text
     from distflow.rewards.reward_check import Row
     from distflow.rewards.startup_checks import whole
 
@@ -177,7 +177,7 @@ def _row(raw: "RawRow", reads_messages: bool, is_chat: bool) -> "Row":
     if is_chat or not isinstance(prompt, str):
         asked[PROMPT_CHAT] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if not isinstance(prompt, str):
-        prompt = "\n\n".join(str(message.get("content")) for message in prompt)
+        prompt = asked_text(prompt)
     response = None if raw.response is None else whole(raw.response, raw.extra_info, prompt)
     if reads_messages:
         asked[PROMPT_MESSAGES] = [{"role": "user", "content": prompt}]
@@ -201,6 +201,8 @@ def _lines(result: "CheckResult", shown: int) -> Iterator[str]:
         yield f"  stopped after {count_of(result.num_hangs, 'call')} that did not return in time (--timeout)"
     elif result.read and not result.forms():
         yield "  it supports none of these forms: see --answer-key, or name correct responses with --response-key"
+        if result.unread is not None:
+            yield f"  it {escape_control(result.unread.said(), one_line=True)}"
     if not result.read:
         yield "  the answers are not strings or numbers: only responses wrong for all are tried; see --response-key"
     width = max(map(len, result.kinds))

@@ -105,7 +105,7 @@ def _runs(folder: Path) -> Iterator[tuple[str, str]]:
     for run, written in sorted(found.items(), key=lambda each: -each[1]):
         try:
             records = read_metrics(run)
-            before, after = accuracies(records)
+            before, after = accuracies(records, read_events(run))
             step, word = max((record.step for record in records), default=0), status(read_events(run))["word"]
             first = "" if before is None else f"{before:.2f} → "
             said = f"{word}, step {step}" + (f", accuracy {first}{after:.2f}" if after is not None else "")

@@ -101,8 +101,7 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
                 say(line)
             if specs[-1].predicted:
                 say(specs[-1].predicted["line"])
-        for line in try_users_code(specs[0]):
-            say(line)
+        specs[0] = try_users_code(specs[0], say)
         for spec in specs:
             if len(runs) > 1:
                 say(f"training policy {spec.config.dag.policy}")

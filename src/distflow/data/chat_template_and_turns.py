@@ -21,6 +21,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from distflow.data.control_words import control_words, described, find_control_word
 from distflow.data.messages import ASSISTANT, Messages, RowError
 from distflow.errors import UserError
 from distflow.limited_fork import limit_memory, limited_fork
@@ -87,17 +88,33 @@ class Chat:
 class ChatTemplate:
     """A tokenizer's template, filled with a row's values."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, has_own_replies: bool = False) -> None:
+        """has_own_replies: the assistant's messages are the model's own, and may have words of the template."""
         self._tokenizer: Any = tokenizer
+        self._has_own_replies = has_own_replies
 
-    def check(self, chat: Chat) -> None:
-        """Raises RowError if the row has tools or tool calls that the template would omit."""
+    def check(self, chat: Chat, response: str = "") -> None:
+        """Raises RowError if the row has tools or tool calls that the template would omit, or a message with words of
+        the template itself. response: to learn, beside the messages."""
         for name, used in (("tools", chat.tools), ("tool_calls", any("tool_calls" in m for m in chat.messages))):
             if used and not re.search(rf"\b{name}\b", self._text(chat)):
                 raise RowError(
                     f"the chat template does not use {name}, but the row has some: use a model whose template does"
                     + ("" if name == "tool_calls" else ", or name another column with data.tools_key")
                 )
+        answered: Messages = [{"role": ASSISTANT, "content": response}] if response else []
+        self.check_contents([*chat.messages, *answered])
+
+    def check_contents(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raises RowError for a message whose content has words that the template itself writes around messages."""
+        if (words := control_words(self._tokenizer)) is None:
+            return
+        for number, message in enumerate(messages, 1):
+            if message.get("role") == ASSISTANT and self._has_own_replies:
+                continue
+            if word := find_control_word(message.get("content"), words):
+                what = described(word, template_of(self._tokenizer))
+                raise RowError(f"message {number}, of the {message.get('role')}, {what}")
 
     def render(self, chat: Chat, num_messages: int | None = None, *, prompts: bool) -> str:
         """The text of the first messages. prompts: with the prompt for the assistant's next message."""

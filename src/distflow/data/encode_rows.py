@@ -279,17 +279,23 @@ def _render(
     rows: Sequence[RawRow], tokenizer: PreTrainedTokenizerBase, options: PromptOptions, ends: Collection[int]
 ) -> list[_Text]:
     """One entry per row. The template runs for all rows that are chats, see `render_all`."""
-    template, end_texts = ChatTemplate(tokenizer), [str(tokenizer.decode([end])) for end in ends]
+    template = ChatTemplate(tokenizer, options.has_own_replies)
+    end_texts = [str(tokenizer.decode([end])) for end in ends]
 
-    def render(chat: tuple[Chat, bool]) -> JSON:
-        asked, is_conversation = chat
-        template.check(asked)
+    def render(chat: tuple[Chat, bool, str]) -> JSON:
+        asked, is_conversation, response = chat
+        template.check(asked, response)
         if not is_conversation:
             return template.render(asked, prompts=True)
         return [[text, [list(turn) for turn in turns]] for text, turns in render_turns(asked, template, end_texts)]
 
     prompts = [_with_marks(_prompt(row, options), row, tokenizer) for row in rows]
-    chats = [(entry, row.is_conversation) for entry, row in zip(prompts, rows, strict=True) if isinstance(entry, Chat)]
+    end = tokenizer.eos_token or ""
+    chats = [
+        (entry, row.is_conversation, str(row.response or "").removesuffix(str(end)))
+        for entry, row in zip(prompts, rows, strict=True)
+        if isinstance(entry, Chat)
+    ]
     rendered = render_all(chats, render, tokenizer)
     return [entry if isinstance(entry, str) else next(rendered) for entry in prompts]
 

@@ -92,6 +92,8 @@ class PromptOptions:
     truncation: str = "error"
     keep_messages: bool = False
     keep_chats: bool = False
+    has_own_replies: bool = False
+    """The assistant's messages in the prompts are the model's own, and may have words of the template."""
     num_workers: int = 4
     pass_rate: tuple[float, float] | None = None
     group: str = "data"

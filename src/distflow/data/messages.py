@@ -4,8 +4,10 @@ Entries that are null count as absent: files with typed columns have them where 
 """
 
 import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from distflow.builtin_names import TEMPLATE_PARAMETERS
+from distflow.builtin_names import PROMPT_CHAT, TEMPLATE_PARAMETERS
 from distflow.errors import hint
 from distflow.observe.crash_safe_files import JSON
 
@@ -53,6 +55,18 @@ def read_conversation(found: JSON, name: str) -> Messages:
         if message["role"] == ASSISTANT and not message.get("content") and "tool_calls" not in message:
             raise RowError(f"message {number} of {what} is empty, so there is nothing to train on")
     return messages
+
+
+def asked_text(messages: Sequence[Mapping[str, object]]) -> str:
+    """What a chat's messages ask, as text without a template: those of the system are left out."""
+    texts = [message.get("content") for message in messages if message.get("role") not in ("system", "developer")]
+    return "\n\n".join(text for text in texts if isinstance(text, str))
+
+
+def prompt_of(text: str, extra_info: Mapping[str, Any] | None) -> str:
+    """A row's prompt as the user's code gets it: of a chat what its messages ask, else the text."""
+    messages = (extra_info or {}).get(PROMPT_CHAT)
+    return asked_text(messages) if messages else text
 
 
 def read_tools(found: JSON, name: str) -> list[JSON]:

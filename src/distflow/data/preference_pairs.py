@@ -8,9 +8,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from distflow.builtin_names import PROMPT_MESSAGES
+from distflow.data.chat_template_and_turns import ChatTemplate
 from distflow.data.dataset_columns import RawRow
 from distflow.data.encoded_prompts import Encoded
-from distflow.data.messages import kind
+from distflow.data.messages import RowError, kind
 
 Messages = Sequence[Mapping[str, object]]
 
@@ -78,6 +79,11 @@ def encode_pair(row: RawRow, tokenizer: PreTrainedTokenizerBase, names: tuple[st
         if not isinstance(response, str) or not response:
             what = f"the response (column '{name}') is {kind(found)}, neither a text nor messages that end with one"
             return f"{what}; data.chosen_key and data.rejected_key name the columns"
+        if tokenizer.chat_template:
+            try:
+                ChatTemplate(tokenizer).check_contents([*asked, {"role": "assistant", "content": response}])
+            except RowError as error:
+                return str(error)
         texts.append(encode_text(tokenizer, asked, response)[0])
     chosen, rejected = texts
     if chosen == rejected:

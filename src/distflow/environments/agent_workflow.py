@@ -85,6 +85,8 @@ class AgentWorkflow(MadeByOptions):
                     returned = await calls.answer_while(running)
                 finally:
                     chat.counts["agent/refused_calls"] += len(session.refused)
+                    if conversations.templated_twice is not None:  # whatever the agent made of it
+                        raise conversations.templated_twice
             talks = conversations.messages
             if not talks and session.refused:
                 raise UserError(f"every call of the agent was refused; the last: {session.refused[-1]}")

@@ -123,6 +123,7 @@ class ArealWorkflow:
         trajectory was not drawn by the engine."""
         engine, prompt = Engine(chats if isinstance(chats, list) else [chats]), row.prompt
         messages = [dict(message) for message in prompt.messages] or [{"role": "user", "content": str(prompt)}]
+        engine.rows[0].chat.check_contents(messages)  # to which the object applies the template
         columns = {name: value for name, value in row.columns.items() if name != "prompt"}  # as a str for rewards
         found = _rows(await self._run(engine, {**columns, "messages": messages}))
         if len(found) > len(engine.rows):

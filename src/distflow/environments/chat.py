@@ -31,8 +31,12 @@ class ChatError(UserError):
     """A workflow requests something that its chat cannot do."""
 
 
+class TemplatedTwice(ChatError):
+    """A message that has gone through a chat template would go through it again."""
+
+
 class Prompt(str):
-    """The prompt of a row: its text, with the data set's token ids. messages: of a chat."""
+    """The prompt of a row: its text without a chat template, with the data set's token ids. messages: of a chat."""
 
     token_ids: tuple[int, ...]
     messages: tuple[Message, ...]
@@ -236,6 +240,17 @@ class Chat:
         self.forked(fork)
         return fork
 
+    def check_contents(self, messages: Sequence[Message]) -> None:
+        """Raises TemplatedTwice for messages to which a chat template has been applied already."""
+        if fault := self.tokens.control_word(messages, self._is_drawn):
+            raise TemplatedTwice(fault)
+
+    def _is_drawn(self, text: str) -> bool:
+        """Whether the policy has written this in the episode, or an assistant in the history."""
+        drawn = [s.token_ids for each in self.conversations for s in each.segments if s.owner == "policy"]
+        said = [str(message.get("content")) for message in self.messages if message.get("role") == "assistant"]
+        return any(text in each for each in (*map(self.tokens.written, drawn), *said))
+
     def _replied(self, reply: Reply) -> Reply:
         self.last, self.finish_reason = reply, reply.finish_reason
         self.conversations.remove(self)
@@ -263,6 +278,7 @@ class Chat:
             text = "".join(str(message.get("content", "")) for message in history) + content
             return self.tokens.of_text(text, begins=begins), [_user(content)]
         said = [_user(content)] if isinstance(content, str) else _messages(content)
+        self.check_contents([*history, *said])
         if begins:
             self.tools = tools or self.tools
             return self.tokens.opening([*history, *said], self.tools), said

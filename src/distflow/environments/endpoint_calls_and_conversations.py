@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from distflow.data.messages import check_unicode
 from distflow.data.sample import on_token
-from distflow.environments.chat import Chat, Reply
+from distflow.environments.chat import Chat, Reply, TemplatedTwice
 from distflow.environments.parse_tool_calls import find_tool_calls, format_of, marks_of_calls, text_before_calls
 from distflow.environments.tool_workflow import typed_argument
 
@@ -205,6 +205,8 @@ class Conversations:
         self._chat, self._format, self._max_calls = chat, format, max_calls
         self._conversations: list[_Conversation] = []
         self.last: Reply | None = None
+        self.templated_twice: TemplatedTwice | None = None
+        """Why such a call was refused, which the agent may have ignored."""
 
     @property
     def messages(self) -> list[list[Json]]:
@@ -225,12 +227,16 @@ class Conversations:
             format = self._format or format_of(chat.tokens.tool_template(call.tools))
         format = format if call.parses_tools else None
         on_token.set(None if call.told is None else _PartialText(chat, call, format).add)
-        reply = await chat.ask(
-            call.messages[num_known:],
-            stop=call.stop,
-            max_tokens=call.max_tokens,
-            tools=call.tools if found is None else (),
-        )
+        try:
+            reply = await chat.ask(
+                call.messages[num_known:],
+                stop=call.stop,
+                max_tokens=call.max_tokens,
+                tools=call.tools if found is None else (),
+            )
+        except TemplatedTwice as error:
+            self.templated_twice = error
+            raise
         answer = _answer(call, chat, reply, format)
         self.last = reply
         if reply.token_ids:

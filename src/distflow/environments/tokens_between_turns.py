@@ -2,7 +2,7 @@
 stand-in for the reply. Drawn tokens are never decoded and re-encoded."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.data.chat_template_and_turns import Chat as Rows
 from distflow.data.chat_template_and_turns import ChatTemplate, render_all, template_of
+from distflow.data.control_words import control_words, described, find_control_word
 from distflow.data.images import ImageEncoder, encoder_of
 from distflow.data.messages import RowError
 from distflow.errors import UserError
@@ -76,6 +77,18 @@ class TurnTokens:
         if "tools" not in template:
             raise TemplateError(f"{template_of(self._tokenizer)} does not use tools: use a model whose template does")
         return template
+
+    def control_word(self, messages: Sequence[Message], is_drawn: Callable[[str], bool]) -> str:
+        """Why these messages would be templated twice; empty if they would not. is_drawn: whether the policy has
+        written that word itself, which may then come back in any message."""
+        words = control_words(self._tokenizer) if self._tokenizer.chat_template else None
+        if words is None:
+            return ""
+        for message in messages:
+            word = find_control_word(message.get("content"), words) if message.get("role") != "assistant" else ""
+            if word and not is_drawn(word):
+                return f"a message of the {message.get('role')} {described(word, template_of(self._tokenizer))}"
+        return ""
 
     def of_text(self, text: str, *, begins: bool) -> tuple[int, ...]:
         """Plain text; at the beginning with the tokenizer's own special tokens, later without the space that some

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from distflow.builtin_names import PROMPT_CHAT, WORKFLOWS
 from distflow.data.encoded_prompts import PromptRow
+from distflow.data.messages import prompt_of
 from distflow.environments.areal_workflows import METHODS as AREALS_METHODS
 from distflow.environments.areal_workflows import ArealWorkflow
 from distflow.environments.chat import AGENTS_KEY, Agent, Agents, Chat, ChatError, Prompt, begin_agents
@@ -46,9 +47,9 @@ class Row:
 def row_of(row: PromptRow, prompt_key: str, answer_key: str) -> Row:
     """The row that a workflow receives, and may change. prompt_key, answer_key: their columns in the data."""
     extra, truth = deepcopy((dict[str, Any](row.extra_info or {}), row.ground_truth))
-    messages = extra.pop(PROMPT_CHAT, None)
+    text, messages = prompt_of(row.prompt_text, extra), extra.pop(PROMPT_CHAT, None)
     columns = {prompt_key: messages or row.prompt_text, answer_key: truth, **extra}
-    return Row(Prompt(row.prompt_text, row.prompt_ids, messages or ()), truth, row.domain, extra, columns)
+    return Row(Prompt(text, row.prompt_ids, messages or ()), truth, row.domain, extra, columns)
 
 
 class Rewarded(Protocol):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from distflow.builtin_names import REWARDS, is_own
+from distflow.builtin_names import JUDGE, REWARDS, is_own
 from distflow.config import Config
 from distflow.config.compose.unknown_and_unused_keys import peek
 from distflow.config.derived_settings import (
@@ -335,8 +335,9 @@ def _source(config: Config, split: Literal["train", "val"], domain: str, scored:
     is_sft, reads_all = not is_rl(config) and not is_rm, bool(scoring_models(config.reward_model))
     parts = functions.get(domain, ()) if domain else [part for named in functions.values() for part in named]
     rewards = [REWARDS[part.name] for part in parts if part.name in REWARDS]
-    # A user's function may be written for TRL or verifiers, whose completions are messages if the prompt is a chat.
-    has_own = any(is_own(part.name) for part in parts)
+    # A user's function may be written for TRL or verifiers, whose completions are messages if the prompt is a chat. It
+    # and a judge get the chat's text without the template.
+    asks_chats = any(is_own(part.name) or part.name == JUDGE for part in parts)
     own = partial(own_setting, config, domain, data)
     files = data.domains[domain] if domain else data
     key = f"data.domains.{domain}" if domain else "data"
@@ -373,7 +374,7 @@ def _source(config: Config, split: Literal["train", "val"], domain: str, scored:
         filter_overlong=data.filter_overlong_prompts,
         truncation=data.truncation,
         keep_messages=is_rm or (scored and (reads_all or any(reward.reads_messages for reward in rewards))),
-        keep_chats=(scored and has_own) or peek(config).actor_rollout_ref.rollout.workflow is not None,
+        keep_chats=(scored and asks_chats) or peek(config).actor_rollout_ref.rollout.workflow is not None,
         num_workers=data.num_loader_workers,
         pass_rate=pass_rate,
         group=key,

@@ -5,7 +5,7 @@ Other errors that a function raises are left to the run, since the batch's numbe
 """
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,6 +24,7 @@ from distflow.launch.configured_models import tokenizer_loader
 from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.pipelines.nodes.advantages import NotFinite
 from distflow.pipelines.nodes.workflow_dry_run import try_workflow
+from distflow.rewards.reward_check import WARNING
 from distflow.runtime.compiled_node import NodeContext, compile_steps
 from distflow.runtime.rollout_loop.rollout_services import try_rewards
 from distflow.runtime.run_errors_and_limits import NodeError, output_error, users_place
@@ -49,10 +50,15 @@ def try_algorithms(config: Config, pipeline: BoundPipeline) -> list[str]:
     return found + _unread(pipeline.nodes)
 
 
-def try_users_code(spec: Spec) -> list[str]:
-    """Notes on the user's reward functions and workflow, called on the first rows before anything is loaded. Raises
-    UserError for what a run could not use."""
-    return [*try_rewards(spec), *try_workflow(spec, tokenizer_loader(spec.config))]
+def try_users_code(spec: Spec, say: Callable[[str], None]) -> Spec:
+    """Call the user's reward functions and workflow on the first rows before anything is loaded. say: called with notes
+    and warnings; the spec that is returned has the warnings, for the run's records. Raises UserError for what a run
+    could not use."""
+    said = [*try_rewards(spec), *try_workflow(spec, tokenizer_loader(spec.config))]
+    for line in said:
+        say(line)
+    found = [line.removeprefix(WARNING) for line in said if line.startswith(WARNING)]
+    return replace(spec, warnings=(*spec.warnings, *found))
 
 
 def _keys_of(domains: Mapping[str, PolicyObjective]) -> dict[str, PolicyObjective]:

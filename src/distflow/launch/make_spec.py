@@ -4,9 +4,11 @@ from collections.abc import Callable
 from functools import partial
 
 from distflow.config import Loaded, UserError, to_yaml
+from distflow.config.compose.unknown_and_unused_keys import peek
 from distflow.config.derived_settings import with_own_policies
 from distflow.data.encoded_rows_file import EncodedRows, write_encoded
 from distflow.data.sources import forget_rows
+from distflow.errors import blaming
 from distflow.graph import BoundPipeline
 from distflow.launch.data_sets import LazyRows, num_rows_of
 from distflow.launch.device_and_threads import follow_machines
@@ -23,6 +25,7 @@ from distflow.observe.writing.timing import lasting
 from distflow.planning.plan_of_ranks_and_layouts import check_plan
 from distflow.runtime.run_errors_and_limits import writing_to
 from distflow.runtime.spec import Spec, ValidationSet
+from distflow.training.optimizer import check_optimizer
 
 Say = Callable[[str], None]
 
@@ -42,6 +45,8 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
         loaded, reading, data = _check_files(loaded, reading, say)
         with writing_to(loaded.config.trainer.run_dir):
             spec = _spec(loaded, reading.pipeline, data)
+        for warning in spec.warnings:
+            say(f"warning: {warning}")
     check_plan(spec.plan, reading.pipeline)
     check_pickles(spec)
     return spec
@@ -70,6 +75,10 @@ def _check_config(loaded: Loaded, say: Say) -> tuple[Loaded, Reading]:
     reading = read_config(loaded)
     for note in try_algorithms(loaded.config, reading.pipeline):
         say(f"note: {note}")
+    settings = peek(loaded.config)
+    for role, optim in (("actor_rollout_ref.actor", settings.actor_rollout_ref.actor), ("critic", settings.critic)):
+        with blaming(f"{role}.optim.optimizer"):
+            check_optimizer(optim.optim.optimizer)
     return loaded, reading
 
 
@@ -88,6 +97,7 @@ def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
         rows = EncodedRows(write_encoded(prompts, run_dir, f"val-{domain}" if domain else "val"))
         params = validation_params(config, sampling_params(config, domain))
         validation.append(ValidationSet(domain or "val", rows, *params))
+    overlap = "" if config.data.allow_overlap else data.overlap()
     train = data.train if isinstance(data.train, LazyRows) else EncodedRows(write_encoded(data.train, run_dir, "train"))
     return spec_settings(config, pipeline, num_rows_of(config, data.train))(
         text=to_yaml(config),
@@ -101,6 +111,6 @@ def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
             "train": 0 if train is data.train else data.looked_at.report.num_left_out + len(data.broken),
             **{f"val {domain}": prompts.report.num_left_out for domain, prompts in data.validation.items()},
         },
-        overlap="" if config.data.allow_overlap else data.overlap(),
+        warnings=tuple(filter(None, [overlap])),
         description=description(loaded, data),
     )

@@ -31,6 +31,7 @@ from distflow.launch.device_and_threads import choose_device, threads_of, worker
 from distflow.launch.fit_config_to_files import Data
 from distflow.models.cpu_kernels import build as native
 from distflow.models.model_identity_and_weight_soundness import identity
+from distflow.observe.run_reader import VALIDATION_ROWS
 from distflow.rewards.code.reward import isolation_of
 from distflow.rewards.load_and_call_reward_functions import fingerprint_target, target_of
 from distflow.rewards.pool.domain_pools import RewardSettings
@@ -102,6 +103,7 @@ def facts(config: Config, data: Data) -> dict[str, object]:
     vocabulary = json.dumps(sorted(data.tokenizer.get_vocab().items()), ensure_ascii=True)
     return {
         "data_fingerprint": data.train.fingerprint(),
+        VALIDATION_ROWS: _validation_rows(data),
         "tokenizer_fingerprint": hashlib.sha256(vocabulary.encode()).hexdigest(),
         PROMPT_FORMAT: _prompt_format(config, data),
         "torch": torch.__version__,
@@ -124,6 +126,12 @@ def _prompt_format(config: Config, data: Data) -> str:
     has_template = bool(getattr(data.tokenizer, "chat_template", None))
     is_chat = "chat" in formats or data.looked_at.has_messages or (sends_messages and has_template)
     return "chat" if is_chat else "text"
+
+
+def _validation_rows(data: Data) -> str:
+    """A short hash of the rows of all validation sets; empty without any."""
+    sets = {name: found.fingerprint() for name, found in data.validation.items()}
+    return hashlib.sha256(json.dumps(sets, sort_keys=True).encode()).hexdigest()[:12] if sets else ""
 
 
 def _threads(config: Config) -> str:

@@ -13,7 +13,7 @@ from distflow.launch.run_folders.run_seal import SEAL, seal_run
 from distflow.observe.crash_safe_files import remove_asides, sync
 from distflow.observe.report.build import report_data, write_report
 from distflow.observe.report.summary_sentences import accuracies
-from distflow.observe.run_reader import read_damage, read_events, read_metrics
+from distflow.observe.run_reader import VALIDATION_ROWS, read_damage, read_events, read_metrics
 from distflow.observe.writing.run_folder import RunFolder, claimed, finish_moving, join, set_aside
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint, CheckpointStore
@@ -122,7 +122,8 @@ def done_before(spec: Spec, start: Start, say: Callable[[str], None]) -> Outcome
 def outcome_of(spec: Spec, steps: int, signal: int | None = None, stopped: bool = False) -> Outcome:
     """The outcome of a run that has ended; writes its report, which says how it ended."""
     data = report_data(spec.run_dir)
-    report, found = write_report(spec.run_dir, data), accuracies(read_metrics(spec.run_dir))
+    found = accuracies(read_metrics(spec.run_dir), read_events(spec.run_dir))
+    report = write_report(spec.run_dir, data)
     saved = newest_checkpoint(spec.run_dir)
     return Outcome(steps, signal, stopped, report, *found, tuple(data["judgements"]), saved)
 
@@ -204,8 +205,10 @@ def write_facts(spec: Spec, model_facts: Mapping[str, object], recorder: Recorde
         **({SEAL: seal} if (seal := seal_run(spec.config)) else {}),
     }
     recorder.folder.write_json("run.json", facts)
-    if spec.overlap:
-        recorder.note("warning", spec.overlap)
+    rows = spec.facts.get(VALIDATION_ROWS)
+    recorder.folder.event(VALIDATION_ROWS, f"validation rows: {rows or 'none'}", **{VALIDATION_ROWS: rows})
+    for warning in spec.warnings:
+        recorder.folder.event("warning", warning)
     recorder.folder.write_text("config.yaml", spec.text)
     recorder.folder.write_json(
         "plan.json", {**asdict(spec.plan), "nodes": spec.pipeline().to_json(), "predicted": spec.predicted}

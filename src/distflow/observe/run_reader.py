@@ -6,7 +6,7 @@ timeline; events, being history, are all returned and marked."""
 import io
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
@@ -45,6 +45,8 @@ from distflow.observe.writing.run_folder import Span
 from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, open_file, read_file
 
 RIGHT = 1.0 - 1e-6
+VALIDATION_ROWS = "validation_rows"
+"""The event of each start, and its field, with a hash of the rows that it validates on."""
 MAX_BYTES = 64 * 2**20
 """Limit for metrics and for events in a report: only the ends of longer files are read."""
 
@@ -86,6 +88,18 @@ class Event:
     step: int | None
     fields: Mapping[str, JSON]
     rolled_back: bool
+
+
+def comparable_validations(
+    records: Sequence[MetricsRecord], events: Sequence[Event]
+) -> tuple[list[MetricsRecord], int | None]:
+    """The records without the validations on other rows than those of the last start; and the first step of those on
+    its rows, None if no validation was left out."""
+    rows = {event.restart: event.fields.get(VALIDATION_ROWS) for event in events if event.kind == VALIDATION_ROWS}
+    last = rows[max(rows)] if rows else None
+    kept = [each for each in records if each.kind != "val" or rows.get(each.restart, last) == last]
+    first = min((each.step for each in kept if each.kind == "val"), default=None)
+    return kept, None if len(kept) == len(records) else first
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ A pickle has the name of a function of an importable module, else its code and t
 the fingerprint of a function that of its code and constants.
 """
 
+import ast
 import functools
 import hashlib
 import inspect
@@ -22,6 +23,7 @@ from distflow.errors import UserError, hint
 from distflow.import_target import (
     PICKLED,
     LoadError,
+    SourceFile,
     innermost,
     is_async,
     load_function,
@@ -44,6 +46,9 @@ _PLURALS = {PROMPT: PROMPTS, CONVERSATION: CONVERSATIONS}
 FAILS, FAILS_TARGET = "(a probe that fails)", "distflow.rewards.pool.faulty_test_functions:fail"
 """A function of every pool that must return a reward error, or a number from its arguments; the auditor calls it."""
 
+_NO_TRUTH = {"data_source", "data_sources", "solution_str", "solution_strs", "extra_info", "extra_infos"}
+_NO_TRUTH |= {*_PLURALS, *_PLURALS.values(), "completion", "completions", "completion_ids", "self"}
+"""Parameters that never hold a row's ground truth."""
 _OPTIONS = "?"
 _ANSWER_KEY = "(column of the ground truth)"
 BATCHED = {f"{name}s": name for name in PARAMETERS}
@@ -118,6 +123,22 @@ def load_reward(target: str) -> Callable[..., object]:
     if is_foreign(function):
         return adapted(function, values, answer_key)
     return partial(function, **values) if values else function
+
+
+def reads_ground_truth(target: str) -> bool:
+    """Whether a user's function uses the ground truth, or a column that may hold it, as its source says; True if there
+    is no source to read."""
+    module, name = split_name(without_options(target))
+    source = None if module.endswith(PICKLED) else SourceFile.of(module)
+    node = None if source is None else source.functions.get(name)
+    if node is None:
+        return True
+    used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    plain = [*node.args.posonlyargs, *node.args.args]
+    needed = [*plain[: len(plain) - len(node.args.defaults)], node.args.kwarg]
+    needed += [each for each, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if value is None]
+    columns = {each.arg for each in needed if each is not None} - _NO_TRUTH
+    return not used.isdisjoint(columns | {"ground_truth", "ground_truths"})
 
 
 def find_fault(function: Callable[..., object]) -> str:

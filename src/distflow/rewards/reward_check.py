@@ -9,16 +9,23 @@ import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from distflow.builtin_names import is_own
 from distflow.errors import UserError
 from distflow.import_target import line_of, split_name
-from distflow.rewards.extracted_answers import bare_answer
-from distflow.rewards.load_and_call_reward_functions import PARAMETERS, PROMPT, call_arguments, target_of
+from distflow.rewards.extracted_answers import bare_answer, decoded
+from distflow.rewards.load_and_call_reward_functions import (
+    PARAMETERS,
+    PROMPT,
+    call_arguments,
+    reads_ground_truth,
+    target_of,
+)
 from distflow.rewards.pool.domain_pools import (
     DEFAULT_DOMAIN,
     RewardSettings,
@@ -44,6 +51,7 @@ FORMS: Mapping[str, str] = {
     "phrase": "The answer is {}.",
     "hashes": "That makes it.\n#### {}",
     "alone": "{}",
+    "tags": "<think>\nThat makes it.\n</think>\n<answer>{}</answer>",
 }
 """Forms of writing an answer, by name."""
 
@@ -66,6 +74,8 @@ HOSTILE: tuple[str, ...] = (
 )
 """Responses that are wrong for any prompt: huge, deeply nested, costly to compute, not text."""
 
+WARNING = "warning: "
+"""How a line of the first calls begins that the run's records keep."""
 WRONG = "I do not know."
 """The wrong response of the first calls."""
 _LIKE_ACC = {"accuracy", "correct", "is_correct", "success"}
@@ -135,6 +145,104 @@ def are_same(answer: str, other: str) -> bool:
         return answer.split() == other.split()
 
 
+class UnreadAnswers(NamedTuple):
+    """A reward function counts the own answer of none of the rows as right, in no form, and scores it no higher than
+    another answer. cause: the ground truth with which it would, and what to do; empty if unknown."""
+
+    num_rows: int
+    row: "Row"
+    response: str
+    score: float
+    wrong: float
+    cause: str
+
+    def said(self) -> str:
+        rows = "the row's own answer" if self.num_rows == 1 else f"the own answer of any of {self.num_rows} rows"
+        return (
+            f"does not count {rows} as right: it scores the first row's own answer {_typed(self.row.ground_truth)} "
+            f"with {self.score:g} for the response {_typed(self.response)}, and {WRONG!r} with {self.wrong:g} "
+            f"({self.row.origin}); {self.cause or _OTHER_FORM}"
+        )
+
+
+_OTHER_FORM = f"it was tried in the forms {', '.join(FORMS)}: `distflow reward check` tells more"
+_ROWS_TRIED, _TRIED_WITHIN_S, _LONGEST_ANSWER = 8, 3.0, 200
+
+ScoreOne = Callable[["Row", str], Awaitable[RewardResult]]
+
+
+async def find_unread_answers(score: ScoreOne, rows: Sequence["Row"]) -> UnreadAnswers | None:
+    """That a reward function counts the own answer of none of the first rows as right; None if it does, if it scores
+    one above another answer in the same form, if rows have no answers that a response can give, or if the calls take
+    longer than `_TRIED_WITHIN_S`."""
+    deadline = time.monotonic() + _TRIED_WITHIN_S
+    known = [(row, answer) for row in rows[:_ROWS_TRIED] if (answer := _short_answer(row.ground_truth))]
+    for row, answer in known:
+        other = next((text for _, text in known if text != answer), None)
+        different = next((text for _, text in _wrong_answers(answer, other)), WRONG)
+        own = [template.format(answer) for template in FORMS.values()]
+        for response, instead in zip(own, (template.format(different) for template in FORMS.values()), strict=True):
+            if time.monotonic() > deadline:
+                return None
+            result = await score(row, response)
+            if scored_right(result) or not isinstance(result, Score):
+                return None
+            beside = await score(row, instead)
+            if not isinstance(beside, Score) or result.value > beside.value:
+                return None
+    if not known:
+        return None
+    row, answer = known[0]
+    first, wrong = await score(row, answer), await score(row, WRONG)
+    if not isinstance(first, Score) or not isinstance(wrong, Score):
+        return None
+    cause = await _cause(score, row, answer, deadline)
+    return UnreadAnswers(len(known), row, answer, first.value, wrong.value, cause)
+
+
+async def _cause(score: ScoreOne, row: "Row", answer: str, deadline: float) -> str:
+    """The form of the ground truth with which the row's answer counts as right, in words; empty if there is none."""
+    for truth, advice in _other_truths(row.ground_truth):
+        for template in FORMS.values():
+            if time.monotonic() > deadline:
+                return ""
+            changed = row._replace(ground_truth=truth)
+            is_right = scored_right(await score(changed, template.format(answer)))
+            if is_right and not scored_right(await score(changed, WRONG)):
+                return f"with the ground truth {_typed(truth)} it counts as right: {advice}"
+    return ""
+
+
+def _other_truths(truth: object) -> Iterator[tuple[object, str]]:
+    """The same ground truth in other types and forms, with what to do if the function reads only that one."""
+    if isinstance(truth, list | tuple):
+        yield truth[0], "take the entries of the list"
+        truth = truth[0]
+    if not isinstance(truth, str):
+        yield str(truth), "compare texts, as str(ground_truth), or store texts in the data"
+        if isinstance(truth, float) and truth.is_integer():
+            yield str(int(truth)), "compare numbers, as float(...), on both sides"
+        return
+    if (bare := bare_answer(truth)) != truth:
+        yield bare, "take the answer alone from the ground truth, or store it alone in the data"
+    for number in (int, float):
+        with suppress(ValueError):
+            yield number(bare.replace(",", "")), "compare the same types: the ground truth is text"
+    yield [bare], "the ground truth is one text, not a list"
+
+
+def _short_answer(truth: object) -> str | None:
+    """A ground truth as an answer that a response can give; None for others, such as tests of a program."""
+    answer = str(truth) if isinstance(truth, bool) else reply_of(truth)
+    if answer is None or "\n" in answer or len(answer) > _LONGEST_ANSWER or isinstance(decoded(answer), dict):
+        return None
+    return None if re.search(r"\bassert\b|\bdef \w+\(", answer) else answer
+
+
+def _typed(value: object) -> str:
+    return f"{value!r:.80} ({type(value).__name__})"
+
+
 HOSTILE_KIND = "hostile text"
 _NEIGHBOURS = 5
 _MOST_HANGS = 4
@@ -189,6 +297,8 @@ class CheckResult:
     seconds: list[float] = field(default_factory=list)
     cheap: list[str] = field(default_factory=list)
     num_hangs: int = 0
+    unread: "UnreadAnswers | None" = None
+    """That the function counts no row's own answer as right."""
 
     @property
     def hangs(self) -> bool:
@@ -227,9 +337,15 @@ async def check_reward(pool: RewardPool, name: str, rows: Sequence[Row], num_wor
         for row, answer in zip(rows, answers, strict=True)
         for response in right_responses(answer, row.response)
     ]
+
+    async def score(row: Row, response: str) -> RewardResult:
+        return await pool.call(name, arguments_of(row, response))
+
     answered = [*filter(None, await asyncio.gather(*(ask(*asked) for asked in right)))]
     result.read.update({response.form: 0 for _, response in right})
     result.read.update(response.form for _, response, reward_result in answered if scored_right(reward_result))
+    if known and not result.hangs and not any(result.read.values()):
+        result.unread = await find_unread_answers(score, [row for row, _ in known])
     forms = list(result.read) if result.hangs else result.forms() or list(result.read)[:1]
     _count(result, [entry for entry in answered if entry[1].form in forms])
 
@@ -267,46 +383,51 @@ def arguments_of(row: Row, response: str) -> dict[str, object]:
 
 def call_first(settings: RewardSettings, rows: Iterable[Row]) -> list[str]:
     """Call each of the user's functions on the first row of its domain, with the row's ground truth as the response,
-    then with a wrong response (a batched function: with both). Returns notes on scores that are odd. Raises UserError
-    where that gives no score within the function's deadline."""
+    then with a wrong response (a batched function: with both), and if the row's own answer does not count as right, on
+    a few more. Returns notes on scores that are odd. Raises UserError where the first row gives no score within the
+    function's deadline."""
     notes = list[str]()
-    for domain, row in {row.domain: row for row in reversed([*rows])}.items():
+    by_domain: dict[str, list[Row]] = {}
+    for row in rows:
+        by_domain.setdefault(row.domain, []).append(row)
+    for domain, own in by_domain.items():
         key = domain if domain in settings.patience_by_domain() else DEFAULT_DOMAIN
         for part in filter(lambda part: is_own(part.name), functions_of(settings.functions, domain)):
             target = target_of(part.name, settings.custom)
             with borrowed(pool_settings(settings)[key], part.name) as pool, ThreadPoolExecutor(1) as thread:
                 # On a thread, since the caller's may run an event loop, as a notebook's does.
-                notes += thread.submit(asyncio.run, _first_calls(pool, part.name, row, target)).result()
+                notes += thread.submit(asyncio.run, _first_calls(pool, part.name, own, target)).result()
     return notes
 
 
-async def _first_calls(pool: Pool, name: str, row: Row, target: str) -> list[str]:
-    async def ask(*responses: str) -> list[Score]:
+async def _first_calls(pool: Pool, name: str, rows: Sequence[Row], target: str) -> list[str]:
+    row = rows[0]
+
+    async def ask(row: Row, *responses: str) -> list[Score]:
         results = await pool.score_group(name, [arguments_of(row, response) for response in responses])
         if failed := [result for result in results if not isinstance(result, Score)]:
             raise UserError(_no_score(target, row, responses[-1], failed[0]))
         return [result for result in results if isinstance(result, Score)]
 
+    async def score(row: Row, response: str) -> RewardResult:
+        (result,) = await pool.score_group(name, [arguments_of(row, response)])
+        return result
+
     answer = reply_of(row.ground_truth)
     truth = answer or str(row.ground_truth)
-    (right,) = await ask(truth)
-    wrong = (await ask(truth, WRONG))[1] if name in pool.takes_batches else (await ask(WRONG))[0]
-    who, notes = f"note: the reward function {split_name(target)[1]}", list[str]()
-    for template in FORMS.values() if answer is not None and right.value == wrong.value else ():
-        (written,) = await ask(template.format(answer))
-        right = max(right, written, key=lambda score: score.value)
-    if answer is not None and right.value <= wrong.value:
-        kind = type(row.ground_truth).__name__
-        advice = "" if kind == "str" else f"; the ground truth is of type {kind}: compare texts, as str(ground_truth)"
-        notes.append(
-            f"{who} scores the first row's own answer {row.ground_truth!r:.80} with {right.value:g}, "
-            f"and {WRONG!r} with {wrong.value:g} ({row.origin}){advice}"
-        )
+    (right,) = await ask(row, truth)
+    wrong = (await ask(row, truth, WRONG))[1] if name in pool.takes_batches else (await ask(row, WRONG))[0]
+    who, notes = f"the reward function {split_name(target)[1]}", list[str]()
+    if not scored_right(right) or right.value <= wrong.value:
+        fault = await find_unread_answers(score, rows)
+        if fault is not None and (fault.cause or reads_ground_truth(target)):
+            notes.append(f"{WARNING if fault.cause else 'note: '}{who} {fault.said()}")
     if scored_right(wrong) and answer is not None:
         advice = 'return {"score": ..., "acc": 0 or 1}'
-        notes.append(f"{who} gives {wrong.value:g} for {WRONG!r}: a score of 1 or more counts as correct; {advice}")
+        what = f"gives {wrong.value:g} for {WRONG!r}: a score of 1 or more counts as correct; {advice}"
+        notes.append(f"note: {who} {what}")
     if ACC not in right.extra and (near := right.extra.keys() & _LIKE_ACC):
-        notes.append(f"{who} returns {sorted(near)[0]!r}: what counts as the accuracy is 'acc'")
+        notes.append(f"note: {who} returns {sorted(near)[0]!r}: what counts as the accuracy is 'acc'")
     return notes
 
 

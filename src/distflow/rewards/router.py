@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distflow.config.keys.reward import RewardPart
+from distflow.data.messages import prompt_of
 from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
@@ -159,7 +160,7 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         is_told = name in pool.takes_conversations
         asked = [
             {
-                PROMPT: sample.prompt,
+                PROMPT: prompt_of(sample.prompt, sample.extra_info),
                 **call_arguments(sample.domain, sample.response, sample.ground_truth, sample.extra_info),
                 **({CONVERSATION: list(sample.conversation)} if is_told and sample.conversation else {}),
             }

@@ -169,7 +169,7 @@ class Spec:
     ratio_limit: mean |log ratio| allowed before a step's first update. loss_terms: metrics of the contribution of each
     active loss term. facts: must be the same in a resumed run and its checkpoint. description: the head of the report.
     predicted: what a plan says of the run, as in plan.json. num_left_out: unused rows of "train" and "val DOMAIN".
-    overlap: a warning about validation rows that are trained on.
+    warnings: found before the start, e.g. about validation rows that are trained on.
     """
 
     config: Config
@@ -193,7 +193,7 @@ class Spec:
     predicted: Mapping[str, Any] = field(default_factory=dict)
     sampling_of: Mapping[str, SamplingParams] = field(default_factory=dict)
     num_left_out: Mapping[str, int] = field(default_factory=dict)
-    overlap: str = ""
+    warnings: tuple[str, ...] = ()
 
     def temperature_of_agent(self, agent: str) -> float:
         """In training. agent: its name, empty for the first one."""

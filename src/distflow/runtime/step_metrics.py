@@ -16,6 +16,7 @@ from distflow.data.batch import Batch
 from distflow.data.dataset_columns import DEFAULT_DOMAIN
 from distflow.errors import UserError
 from distflow.observe.metrics import Measured, find_metric
+from distflow.rewards.reward_results import is_right
 from distflow.scheduling.group_states import GroupCounts
 from distflow.training.engine import Collective
 
@@ -37,6 +38,7 @@ class Figures:
     domains: list[str]
     scores: Tensor | None
     valid: Tensor | None
+    acc: Tensor | None
     parts: list[Mapping[str, float]] | None
     versions: Counter[int]
     num_tokens: int
@@ -52,6 +54,7 @@ class Figures:
             batch["domain"],
             scores(batch) if is_scored else None,
             batch["valid"] if is_scored else None,
+            batch["acc"] if is_scored and "acc" in batch else None,
             batch["reward_parts"] if "reward_parts" in batch else None,  # noqa: SIM401  no dict
             Counter(versions[versions >= 0].tolist()),
             int(batch.lengths("sequence").sum()),
@@ -97,6 +100,9 @@ def batch_metrics(figures: Figures) -> dict[str, float]:
     if figures.scores is not None and figures.valid is not None:
         metrics |= score_metrics(figures.scores, figures.valid)
         metrics |= equal_groups(figures.scores, figures.valid, figures.groups)
+        if figures.acc is not None and bool(figures.valid.any()):
+            right = [is_right(accuracy) for accuracy in figures.acc[figures.valid].tolist()]
+            metrics["reward/accuracy"] = sum(right) / len(right)
     if figures.parts is not None:
         means = part_means(figures.parts)
         metrics = _joined(metrics, {f"reward/{name}/mean": value for name, value in means.items()})

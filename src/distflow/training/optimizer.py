@@ -3,6 +3,7 @@ schedules."""
 
 import math
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from typing import TypedDict
 
 import torch
@@ -12,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from distflow.builtin_names import OPTIMIZERS, SCHEDULERS
 from distflow.errors import UserError
 from distflow.models.sharding import fill
+
+NEEDS_8BIT = "optimizer 'adamw_8bit' needs the extra: pip install 'distflow[optim8bit]'"
 
 
 def make_optimizer(
@@ -41,8 +44,14 @@ def make_optimizer(
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
-        raise UserError("optimizer 'adamw_8bit' needs the extra: pip install 'distflow[optim8bit]'") from error
+        raise UserError(NEEDS_8BIT) from error
     return AdamW8bit(trainable, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
+
+
+def check_optimizer(name: str) -> None:
+    """Raises UserError if the optimizer's package is not installed."""
+    if name == "adamw_8bit" and find_spec("bitsandbytes") is None:
+        raise UserError(NEEDS_8BIT)
 
 
 # "class" is a keyword, which needs this form.

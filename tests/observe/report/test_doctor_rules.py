@@ -122,7 +122,18 @@ FAULTS: dict[str, tuple[str, Plant]] = {
     "entropy-collapse": ("warning", moves(actor__entropy=lambda value, since: value * 0.9**since)),
     "entropy-explosion": (
         "warning",
-        moves(actor__entropy=lambda value, since: value + 2, reward__mean_score=lambda value, since: value - 0.4),
+        moves(
+            actor__entropy=lambda value, since: value + min(0.04 * since, 2),
+            reward__mean_score=lambda value, since: value - 0.4,
+        ),
+    ),
+    "policy-broken": (
+        "error",
+        moves(
+            actor__entropy=lambda value, since: value / 100,
+            reward__mean_score=lambda value, since: value - 0.4,
+            reward__frac_reward_zero_std=1.0,
+        ),
     ),
     "length-drift": ("warning", moves(rollout__avg_response_length=lambda value, since: value + 500)),
     "gradient-spike": ("warning", spike),

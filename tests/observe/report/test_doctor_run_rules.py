@@ -101,7 +101,7 @@ def test_truncation_is_judged_by_how_the_run_ended(shares: tuple[float, ...], to
     ],
 )
 def test_a_run_whose_weights_never_moved(columns: dict[str, tuple[float, ...]], words: str) -> None:
-    found = no_update(steps(**columns))
+    found = no_update(steps(**columns), {})
     assert (found is not None) == bool(words) and words in (found.text if found else "")
 
 
@@ -166,10 +166,10 @@ def test_a_reward_that_never_moved(low: tuple[float, ...], high: tuple[float, ..
 @pytest.mark.parametrize(("reward", "advice"), [(0.9, "harder prompts"), (0.1, "easier prompts, or more responses")])
 def test_groups_that_teach_nothing_are_counted_and_an_advice_given(reward: float, advice: str) -> None:
     spread = {"reward__min": (0.0,) * 4, "reward__max": (1.0,) * 4, "reward__mean_score": (reward,) * 4}
-    found = equal_groups(steps(reward__frac_reward_zero_std=(0.1, 0.2, 0.3, 0.78), **spread))
+    found = equal_groups(steps(reward__frac_reward_zero_std=(0.1, 0.2, 0.3, 0.78), **spread), {})
     assert found is not None and "In 78% of the groups" in found.text and advice in found.advice
-    assert equal_groups(steps(reward__frac_reward_zero_std=(0.9, 0.9, 0.9, 0.3), **spread)) is None
-    assert equal_groups(steps(reward__frac_reward_zero_std=(1.0,), reward__min=(0.0,), reward__max=(0.0,))) is None
+    assert equal_groups(steps(reward__frac_reward_zero_std=(0.9, 0.9, 0.9, 0.3), **spread), {}) is None
+    assert equal_groups(steps(reward__frac_reward_zero_std=(1.0,), reward__min=(0.0,), reward__max=(0.0,)), {}) is None
 
 
 def test_an_accuracy_that_cannot_count_is_not_called_0() -> None:

@@ -13,6 +13,7 @@ from distflow.audit.recorded_step import RecordedStep, conversations_of
 from distflow.config.keys.reward import scoring_models
 from distflow.data.batch import Batch
 from distflow.observe.metrics import find_metric
+from distflow.rewards.reward_results import RIGHT
 from distflow.runtime.step_metrics import sample_rows
 
 LIMIT = 1e-4
@@ -156,7 +157,11 @@ def _of_samples(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
     )
     has_forks = "forks" in batch and any(batch["forks"])
     longest = torch.tensor([*map(_longest, recorded.samples)]) if has_forks else lengths
-    columns = (longest, batch.lengths("prompt"), is_truncated, batch["valid"].bool(), scores, batch["group_index"])
+    is_right = doubles(batch["acc"]) >= RIGHT if "acc" in batch else torch.full((len(batch),), torch.nan)
+    columns = (
+        *(longest, batch.lengths("prompt"), is_truncated, batch["valid"].bool()),
+        *(scores, batch["group_index"], is_right),
+    )
     own = torch.stack([torch.as_tensor(column, dtype=torch.float64) for column in columns])
     parts = batch["reward_parts"] if "reward_parts" in batch else [{}] * len(batch)  # noqa: SIM401  no dict
     every = recorded.run.ranks.gather((own, batch["domain"], parts))
@@ -167,8 +172,11 @@ def _of_samples(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
     yield "rollout/max_response_length", float(numbers[0].max())
     yield "rollout/truncated", means[2]
     if "token_level_scores" in batch:
-        scored = [(float(score), group) for _, _, _, valid, score, group in numbers.T.tolist() if valid]
+        scored = [(float(score), group) for _, _, _, valid, score, group, _ in numbers.T.tolist() if valid]
         yield from _of_scores(scored)
+        right = numbers[6][numbers[3] > 0]
+        if len(right) and not right.isnan().any():
+            yield "reward/accuracy", float(right.mean())
     found = defaultdict[str, list[float]](list)
     valid, own_scores = numbers[3].tolist(), numbers[4].tolist()
     for row, part in enumerate(part for each in every for part in each[2]):

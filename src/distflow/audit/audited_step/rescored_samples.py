@@ -32,6 +32,7 @@ from distflow.builtin_names import ESTIMATORS
 from distflow.config.derived_settings import algorithm_of
 from distflow.config.keys.reward import on_error_of, scoring_models
 from distflow.data.batch import Batch
+from distflow.data.messages import prompt_of
 from distflow.rewards.foreign_signatures import DOES_NOT_APPLY
 from distflow.rewards.load_and_call_reward_functions import CONVERSATION, FAILS, PROMPT, call_arguments
 from distflow.rewards.pool.faulty_test_functions import ECHO, echo
@@ -399,7 +400,7 @@ def _arguments(recorded: RecordedStep, sample: Sample, name: str = "") -> dict[s
     text = recorded.run.text((*sample["response_ids"].tolist(),)) if ours else sample["responses"]
     truth, extra_info = row.ground_truth, row.extra_info or {}
     reward_fn, said = recorded.run.resources.reward_fn, sample.get("conversation")
-    own = {PROMPT: row.prompt_text, **call_arguments(row.domain, text, truth, extra_info)}
+    own = {PROMPT: prompt_of(row.prompt_text, extra_info), **call_arguments(row.domain, text, truth, extra_info)}
     if said and reward_fn is not None and name in reward_fn.pools.takes_conversations:
         own[CONVERSATION] = list(said)
     return own

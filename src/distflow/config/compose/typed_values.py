@@ -97,7 +97,10 @@ def check_bounds(value: object, info: KeyInfo) -> Iterator[Mismatch]:
 
 
 def parse_value(given: object, info: KeyInfo) -> object:
-    """The value of a key from plain data, without a check of its bounds. Raises Mismatch."""
+    """The value of a key from plain data, without a check of its bounds. Python's None is null for a key that may be
+    null. Raises Mismatch."""
+    if given == "None" and type(None) in get_args(info.annotation):
+        given = None
     return info.spec.parse(given) if info.spec.parse else convert(given, info.annotation)
 
 

@@ -134,6 +134,7 @@ def load_chat(path: str, overrides: list[str], options: ChatOptions, folder: Pat
         template_kwargs=data.apply_chat_template_kwargs,
         filter_overlong=False,
         num_workers=0,
+        has_own_replies=True,
     )
     temperature = config.actor_rollout_ref.rollout.temperature if given is None else given
     return Chat(load_policy(config, choose_device(config)), tokenizer, prompts, config, temperature)

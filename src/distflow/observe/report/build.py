@@ -105,7 +105,7 @@ class RunPages(doctor_run_rules.RunRecords):
     def accuracy(self) -> Accuracy | None:
         if doctor_run_rules.accuracy_counts_nothing(self.steps):
             return None
-        return summary_sentences.find_accuracy(self.records, self.trials.get("all"))
+        return summary_sentences.find_accuracy(self.records, self.trials.get("all"), self.events)
 
     @cached_property
     def examination(self) -> doctor.Examination:

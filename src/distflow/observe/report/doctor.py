@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distflow.observe.crash_safe_files import JSON, to_number
+from distflow.observe.report.chart_data import tabulate
 from distflow.observe.report.doctor_run_rules import (
     MAX_SHOWN,
     MAX_UIDS,
     PLANNED,
     RunRecords,
     accuracy_counts_nothing,
+    broken_policy,
     constant_reward,
     data_order,
     equal_groups,
@@ -45,8 +47,10 @@ from distflow.observe.report.summary_sentences import (
     readable_s,
     status,
 )
-from distflow.observe.run_reader import MAX_BYTES
+from distflow.observe.run_reader import MAX_BYTES, comparable_validations
 from distflow.observe.sample_files import SAMPLES, sample_file_name
+
+BROKEN, OF_ENTROPY = "policy-broken", {"entropy-collapse", "entropy-explosion"}
 
 
 class RunRule(NamedTuple):
@@ -84,7 +88,8 @@ class Examination:
 
 def examine(run: RunRecords) -> Examination:
     """The findings of all rules, those on the metrics of steps included."""
-    rules = rules_over(run.steps, run.config)
+    comparable, _ = comparable_validations(run.records, run.events)
+    rules = rules_over(tabulate(comparable), run.config)
     found: list[Finding] = []
     lacking = rules.lacking()
     for rule in RUN_RULES:
@@ -98,6 +103,8 @@ def examine(run: RunRecords) -> Examination:
             is_problem = each.tone in ("bad", "flat") and rule.name not in lacking
             found.append(each._replace(rule=rule.name, level=(each.level or rule.level) if is_problem else ""))
     known = {each.rule for each in found if each.level}
+    if BROKEN in known:
+        known |= OF_ENTROPY  # the same, without its cause
     found += [each for each in rules.findings() if each.rule not in known]
     names = {rule.name for rule in RUN_RULES} | {*STEP_RULES}
     clean = sorted(names - {*lacking} - {each.rule for each in found if each.level})
@@ -153,12 +160,32 @@ def _failed_run(run: RunRecords) -> Finding | None:
 
 
 def _no_update(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
-    return None if constant_reward(steps, config) else no_update(steps)  # which is the reason
+    return None if constant_reward(steps, config) else no_update(steps, config)  # which is the reason
 
 
-def _over_window(check: Callable[[Steps, Mapping[str, JSON]], Finding | None]) -> Check:
+OnSteps = Callable[[Steps, Mapping[str, JSON]], Finding | None]
+
+
+def _unless_broken(check: OnSteps, steps: Steps, whole: Steps, config: Mapping[str, JSON]) -> Finding | None:
+    """What a rule finds in some steps, unless it follows from a policy that came apart. whole: with the first steps."""
+    found = check(steps, config)
+    if found is None or check is broken_policy or broken_policy(whole, config, abruptly=False) is None:
+        return found
+    return found if check is constant_reward and check(whole, config) is not None else None
+
+
+def _truncation(run: RunRecords) -> Finding | None:
+    return _unless_broken(truncation, run.steps, run.steps, run.config)
+
+
+def _equal_groups(run: RunRecords) -> Finding | None:
+    return _unless_broken(equal_groups, run.steps, run.steps, run.config)
+
+
+def _over_window(check: OnSteps) -> Check:
     def look(history: History) -> Finding | None:
-        found = check(history.window, history.config)
+        whole = {**history.begin, **history.window}
+        found = _unless_broken(check, whole if check is broken_policy else history.window, whole, history.config)
         return found if found and found.tone in ("bad", "flat") else None
 
     return look
@@ -169,17 +196,19 @@ for _name, _need, _level, _check in (
     ("reward-constant", "reward/max", "error", constant_reward),
     ("nothing-moves", "*/grad_norm", "error", _no_update),
     ("length-runaway", "rollout/truncated", "warning", truncation),
-    ("no-signal", "reward/frac_reward_zero_std", "warning", lambda steps, config: equal_groups(steps)),
+    ("no-signal", "reward/frac_reward_zero_std", "warning", equal_groups),
+    (BROKEN, "actor/entropy", "error", broken_policy),
 ):
     register_doctor_rule(_name, [_need], _level, enough=MANY_STEPS)(_over_window(_check))  # type: ignore[arg-type]
 
 
 RUN_RULES: tuple[RunRule, ...] = (
+    RunRule(BROKEN, "actor/entropy", "error", lambda run: broken_policy(run.steps, run.config)),
     RunRule("reward-constant", "reward/max", "error", lambda run: constant_reward(run.steps, run.config)),
     RunRule("nothing-moves", "", "error", lambda run: _no_update(run.steps, run.config)),
     RunRule("accuracy-counts-nothing", "reward/max", "warning", lambda run: accuracy_counts_nothing(run.steps)),
-    RunRule("length-runaway", "rollout/truncated", "warning", lambda run: truncation(run.steps, run.config)),
-    RunRule("no-signal", "reward/frac_reward_zero_std", "warning", lambda run: equal_groups(run.steps)),
+    RunRule("length-runaway", "rollout/truncated", "warning", _truncation),
+    RunRule("no-signal", "reward/frac_reward_zero_std", "warning", _equal_groups),
     RunRule("reward-errors", "", "", reward_errors),
     RunRule("greedy-and-sampled", "val_correct/all/mean", "", greedy_and_sampled),
     RunRule("starving-trainer", "spans", "warning", lambda run: starving(run, is_trainer=True)),

@@ -30,6 +30,9 @@ from distflow.observe.run_reader import (
 
 MANY_CUT = 0.1
 MANY_EQUAL = 0.5
+ACCURACY_IN_TRAINING = "reward/accuracy"
+_MANY_SOLVED, _NEARLY_ALL = 0.6, 0.98
+_ENTROPY, _SOME_ENTROPY = "actor/entropy", 0.05
 PLANNED, MISSED = "slower-than-plan", 0.5
 """The rule, and the share of what was measured by which a plan may miss it."""
 UNPLANNED = ("eval", "save", "save_wait", "start")
@@ -172,27 +175,67 @@ def constant_reward(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
     highest, lowest = known_values(steps, "reward/max"), known_values(steps, "reward/min")
     if not highest or not lowest or max(highest) - min(lowest) > 1e-9 * max(1.0, abs(max(highest))):
         return None
-    value = max(highest)
+    value, right = max(highest), known_values(steps, ACCURACY_IN_TRAINING)
     path = setting(config, "custom_reward_function.path")
     function = f"the reward function ({path})" if path else "the reward function"
     everything = f"every response of {_which(steps, 'reward/max')}"
     advice = f"It does not distinguish better responses from worse: check what {function} returns for a few."
-    if value == 0:
+    if max(right, default=value) == 0:
         advice = (
             "Either the model never solves a prompt: use easier prompts or a stronger model, or fine-tune it first. "
             f"Or {function} does not recognise it: compare a few responses with their ground truth."
         )
+    elif min(right, default=0.0) == 1:
+        advice = f"Either the model solves every prompt: use harder prompts. Or {function} accepts every response."
     text = f"The reward was {value:.4g} for {everything}: there was nothing to learn from."
     return Finding("bad", text, advice, hinders=True)
 
 
-def no_update(steps: Steps) -> Finding | None:
+def broken_policy(steps: Steps, config: Mapping[str, JSON], abruptly: bool = True) -> Finding | None:
+    """A policy whose entropy fell to a tenth, or rose to three times, without a better reward. abruptly: within a few
+    steps; a slow change is judged by other rules."""
+    entropies = {step: value for step, values in sorted(steps.items()) if (value := values.get(_ENTROPY)) is not None}
+    rewards = known_values(steps, REWARD)
+    heads = setting(config, "actor_rollout_ref.rollout.workflow_kwargs.actions.head")
+    if len(entropies) < 2 or len(rewards) < 2 or heads not in (None, "action_tokens"):
+        return None  # the entropy of a normal distribution passes through 0
+    first, last = next(iter(entropies.values())), _mean(_last_quarter(known_values(steps, _ENTROPY)))
+    gain = _mean(_last_quarter(rewards)) - rewards[0]
+    spread = max(known_values(steps, "reward/max"), default=0) - min(known_values(steps, "reward/min"), default=0)
+    is_low, is_high = last < first / 10 and first > _SOME_ENTROPY, last > max(3 * first, _SOME_ENTROPY)
+    if not (is_low and gain <= 0.1 * spread or is_high and gain < -0.1 * spread):
+        return None
+    middle = math.sqrt(max(first, 1e-9) * max(last, 1e-9))
+    since = next((step for step, value in entropies.items() if (value < middle if is_low else value > middle)), None)
+    before = [value for step, value in entropies.items() if since is not None and since - 5 <= step < since]
+    if since is None:
+        return None
+    if abruptly and not (before and (before[0] > 2 * middle if is_low else before[0] < middle / 1.5)):
+        return None
+    rate = setting(config, "actor_rollout_ref.actor.optim.lr")
+    now = f" (actor_rollout_ref.actor.optim.lr, now {rate:g})" if isinstance(rate, int | float) else ""
+    norms = [f"; its gradient's norm was {norm:.3g}" for norm in [steps[since].get("actor/grad_norm")] if norm]
+    return Finding(
+        "bad",
+        f"The policy came apart at step {since}: its entropy went from {first:.3g} to {last:.3g} nats, and the reward "
+        f"did not rise{''.join(norms)}.",
+        f"Lower the learning rate{now}. What is said of its later responses follows from this.",
+        hinders=True,
+        action=f"actor_rollout_ref.actor.optim.lr={rate / 10:g}" if isinstance(rate, int | float) and rate else "",
+        first=since,
+        numbers={_ENTROPY: last},
+    )
+
+
+def no_update(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
     """Optimizer steps that changed nothing; with at most two steps a schedule may be the reason."""
     for role in ("actor", "sft", "rm"):
         norms, rates = (known_values(steps, f"{role}/{name}") for name in ("grad_norm", "lr"))
         nothing = f"Nothing was learned in {_which(steps, f'{role}/grad_norm')}"
         if len(rates) > 2 and not any(rates):
             advice = "Raise actor_rollout_ref.actor.optim.lr."
+            if setting(config, "actor_rollout_ref.actor.optim.lr"):
+                advice = "The schedule kept it there: see actor_rollout_ref.actor.optim.scheduler and its warm-up."
             return Finding("bad", f"{nothing}: the learning rate was 0.", advice, hinders=True)
         if len(norms) > 2 and not any(norms):
             advice = "Check whether responses to a prompt differ in reward, and which tokens the loss mask keeps."
@@ -213,7 +256,7 @@ def accuracy_counts_nothing(steps: Steps) -> Finding | None:
     )
 
 
-def equal_groups(steps: Steps) -> Finding | None:
+def equal_groups(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
     """Groups in which no response was better than another; does not repeat `constant_reward`."""
     shares = known_values(steps, "reward/frac_reward_zero_std")
     late = _mean(_last_quarter(shares)) if shares else 0.0
@@ -221,13 +264,25 @@ def equal_groups(steps: Steps) -> Finding | None:
     if late < MANY_EQUAL or not highest or not lowest or max(highest) == min(lowest):
         return None
     reward = _mean(_last_quarter(known_values(steps, REWARD)))
-    is_easy = reward > (max(highest) + min(lowest)) / 2
-    advice = "harder prompts" if is_easy else "easier prompts, or more responses to each (actor_rollout_ref.rollout.n)"
+    right = known_values(steps, ACCURACY_IN_TRAINING)
+    # Without an accuracy, the place of the reward in its range says whether the policy solves the prompts.
+    solved = _mean(_last_quarter(right)) if right else (reward - min(lowest)) / (max(highest) - min(lowest))
+    prompts = "prompts that it solves sometimes: most are solved always or never"
+    if solved > _MANY_SOLVED:
+        prompts = "harder prompts"
+    elif solved < 1 - _MANY_SOLVED:
+        prompts = "easier prompts, or more responses to each (actor_rollout_ref.rollout.n)"
+    advice = f"Use {prompts}."
+    action = "algorithm.filter_groups.enable=true"
+    if late > _NEARLY_ALL or setting(config, "algorithm.filter_groups.enable"):
+        action = ""  # there is nothing to replace them with, or they are replaced already
+    else:
+        advice = f"Use {prompts}, or let {action} replace them."
     return Finding(
         "flat",
         f"In {late:.0%} of the groups all responses got the same reward, {_over(shares)}: they carry no gradient.",
-        f"Use {advice}, or let algorithm.filter_groups.enable=true replace them.",
-        action="algorithm.filter_groups.enable=true",
+        advice,
+        action=action,
         first=_first_step(steps, "reward/frac_reward_zero_std", MANY_EQUAL),
         numbers={"reward/frac_reward_zero_std": late, REWARD: reward},
     )

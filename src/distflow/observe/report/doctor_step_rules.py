@@ -43,6 +43,8 @@ class History:
         self.config = config
         self.step, self.metrics = -1, dict[str, float]()
         self.window: dict[int, Mapping[str, float]] = {}
+        self.begin: dict[int, Mapping[str, float]] = {}
+        """The first step."""
         self._recent: defaultdict[str, deque[float]] = defaultdict(partial(deque, maxlen=_RECENT))
         self._first: defaultdict[str, list[float]] = defaultdict(list)
 
@@ -52,6 +54,7 @@ class History:
         finite |= {"memory/process": max(phases)} if phases else {}
         before = self.metrics if step == self.step else {}
         self.step, self.metrics = step, {**before, **finite}
+        self.begin = self.begin or {step: self.metrics}
         self.window = {**self.window, step: self.metrics}
         if len(self.window) > MANY_STEPS:
             del self.window[min(self.window)]

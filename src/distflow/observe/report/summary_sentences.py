@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypedDict
 
 from distflow.errors import count_of, joined
 from distflow.observe.crash_safe_files import JSON
-from distflow.observe.run_reader import Event, MetricsRecord
+from distflow.observe.run_reader import Event, MetricsRecord, comparable_validations
 
 Tone = Literal["good", "bad", "flat", "unknown"]
 Steps = Mapping[int, Mapping[str, float]]
@@ -63,13 +63,15 @@ class EventGroup(TypedDict):
 class Accuracy:
     """Accuracy on validation problems over the run: (step, value) points.
 
-    before_training: the first point was measured before any update. num_problems: None if unknown.
+    before_training: the first point was measured before any update. num_problems: None if unknown. changed_at: the
+    first step if earlier ones were on other problems, and are left out.
     """
 
     name: str
     points: tuple[tuple[int, float], ...]
     before_training: bool
     num_problems: int | None
+    changed_at: int | None = None
 
     @property
     def best(self) -> tuple[int, float]:
@@ -86,8 +88,11 @@ class Accuracy:
         return max(2 * math.sqrt(variance), 1 / self.num_problems)
 
 
-def find_accuracy(records: Sequence[MetricsRecord], num_problems: int | None) -> Accuracy | None:
-    """The overall accuracy on validation problems if the run measured it."""
+def find_accuracy(
+    records: Sequence[MetricsRecord], num_problems: int | None, events: Sequence[Event] = ()
+) -> Accuracy | None:
+    """The overall accuracy on the last validation problems if the run measured it."""
+    records, changed_at = comparable_validations(records, events)
     names = [
         name for name in set[str]().union(*(record.values for record in records)) if name.startswith("val_correct/")
     ]
@@ -100,12 +105,13 @@ def find_accuracy(records: Sequence[MetricsRecord], num_problems: int | None) ->
         return None
     first_update = min((record.step for record in records if record.kind == "train"), default=None)
     before = points[0][0] == 0 or (first_update is not None and points[0][0] < first_update)
-    return Accuracy(name, points, before, num_problems)
+    return Accuracy(name, points, before, num_problems, changed_at)
 
 
-def accuracies(records: Sequence[MetricsRecord]) -> tuple[float | None, float | None]:
-    """The accuracy before the first step and at the last validation after a step; None if not measured."""
-    found = find_accuracy(records, None)
+def accuracies(records: Sequence[MetricsRecord], events: Sequence[Event]) -> tuple[float | None, float | None]:
+    """The accuracy before the first step and at the last validation after a step; None if not measured on the rows of
+    the last validation."""
+    found = find_accuracy(records, None, events)
     if found is None:
         return None, None
     (first_step, first), (last_step, last) = found.points[0], found.points[-1]
@@ -115,12 +121,26 @@ def accuracies(records: Sequence[MetricsRecord]) -> tuple[float | None, float | 
 def describe_learning(accuracy: Accuracy | None, steps: Steps) -> Finding:
     """Whether the run learned, by validation accuracy if there is one, else by the reward, else by the loss."""
     if accuracy and len(accuracy.points) > 1:
-        return _learned_by_accuracy(accuracy)
+        found = _learned_by_accuracy(accuracy)
+        return found._replace(text=f"{found.text}{_of_other_rows(accuracy)}")
+    if accuracy and accuracy.changed_at is not None:
+        at, value = accuracy.points[-1]
+        text = f"Whether it learned cannot be said by validation: accuracy is {value:.2f} at step {at}."
+        return Finding("unknown", f"{text}{_of_other_rows(accuracy)}")
     for name, word, sign in ((REWARD, "reward", 1), *((name, "loss", -1) for name in ("sft/loss", "rm/loss", "loss"))):
         values = known_values(steps, name)
         if len(values) >= 4:
             return _learned_by_curve(values, word, sign, steps)
     return Finding("unknown", "There are too few measurements to say whether it learned.")
+
+
+def _of_other_rows(accuracy: Accuracy) -> str:
+    if accuracy.changed_at is None:
+        return ""
+    return (
+        f" The validation problems before step {accuracy.changed_at} were others, so their accuracies are not compared "
+        "with later ones."
+    )
 
 
 def describe_accuracy(accuracy: Accuracy) -> Finding:

@@ -5,6 +5,7 @@ import json
 import math
 import secrets
 import socket
+import subprocess
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,23 @@ from distflow.rollout.stops_and_draws import sample_key
 _KEY: Final = "actor_rollout_ref.rollout"
 _SEEDS: Final = 2**31
 HEALTH_S: Final = 10.0
+
+
+def check_environment(python: str | None) -> None:
+    """Raises UserError if SGLang is not installed for an interpreter."""
+    executable, ask = python or sys.executable, "import importlib.util; print(importlib.util.find_spec('sglang'))"
+    try:
+        run = subprocess.run([executable, "-c", ask], capture_output=True, text=True, timeout=60)
+        found, why = run.stdout.strip() or "None", run.stderr.strip()[-300:]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        found, why = "None", str(error)
+    if found == "None":
+        make = 'python3 -m venv .venv-sglang && .venv-sglang/bin/pip install "sglang[all]"'
+        raise UserError(
+            f"{_KEY}.name=sglang needs SGLang, and {executable} has none{why and f' ({why})'}: install it into an "
+            f"environment of its own ({make}), and set {_KEY}.python=.venv-sglang/bin/python; or start its server "
+            f"yourself, and set {_KEY}.url"
+        )
 
 
 @dataclass(eq=False)
@@ -60,6 +78,8 @@ class SGLangEngine(HttpEngine):
                 f"{_KEY}.kv_on_update=keep: SGLang does not say which weights made which token of a response: set "
                 "recompute or abort"
             )
+        if "python" in options and not options["url"]:
+            check_environment(options["python"])
 
     def command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
         options = {

@@ -13,6 +13,7 @@ from distflow.data import global_random_states
 from distflow.data.batch import Batch
 from distflow.errors import UserError, allow_change_advice, resume_advice
 from distflow.models.model_identity_and_weight_soundness import magnitudes, unsound
+from distflow.observe.run_reader import VALIDATION_ROWS
 from distflow.planning.plan_of_ranks_and_layouts import dp_groups_of
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint
@@ -107,6 +108,10 @@ def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, obj
                 f"same.\n{shown or '  the keys are the same: files that they name have changed'}\n"
                 f"{as_list({'to resume': 'restore it', **ways_to_start(spec)})}"
             )
+        if name == VALIDATION_ROWS:
+            what = "the validation rows differ from the checkpoint's"
+            notes.append(f"{what}: accuracies before and after cannot be compared")
+            continue
         notes.append(f"{name} was {before} in the checkpoint and is {now} now: the run is not bit-equal from here on")
     return notes
 

@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from distflow.data.encoded_prompts import PromptRow
+from distflow.data.messages import prompt_of
 from distflow.rewards.adversarial_responses import NUM_ROWS, notes_of
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.reward_check import Row, call_first
@@ -282,7 +283,8 @@ def try_rewards(spec: Spec) -> list[str]:
 
 
 def _checked_row(row: PromptRow, response: str | None = None) -> Row:
-    return Row(row.origin, row.domain, row.ground_truth, row.extra_info or {}, response, row.prompt_text)
+    prompt = prompt_of(row.prompt_text, row.extra_info)
+    return Row(row.origin, row.domain, row.ground_truth, row.extra_info or {}, response, prompt)
 
 
 def _first_rows(spec: Spec, number: int) -> list[PromptRow]:
