@@ -35,7 +35,8 @@ class Near(float):
     __hash__ = float.__hash__
 
 
-_KEYS, _VALUES, _ITEMS = (type(view) for view in ({}.keys(), {}.values(), {}.items()))
+_TABLE: dict[Any, Any] = {}
+_KEYS, _VALUES, _ITEMS = type(_TABLE.keys()), type(_TABLE.values()), type(_TABLE.items())
 
 
 def typed(value: Any) -> Any:
@@ -81,23 +82,6 @@ def _ordered(value: Any) -> Any:
     return _term(value)
 
 
-def _arithmetic(compute: Any) -> Any:
-    def guarded(*terms: Any) -> Any:
-        is_format = compute is operator.mod and isinstance(terms[0], str)
-        return compute(*terms if is_format else map(_term, terms))
-
-    return guarded
-
-
-def _logic(compute: Any) -> Any:
-    """`&` of two bools is one, `&` of a bool and a number uses it as a number."""
-    return lambda *terms: compute(*terms if len({*map(type, terms)}) == 1 else map(_term, terms))
-
-
-def _compared(compute: Any) -> Any:
-    return lambda first, second: compute(typed(first), typed(second))
-
-
 def _differ(first: Any, second: Any) -> bool:
     is_different = bool(first != second)
     if not is_different and _run.has_bool and typed(first) != typed(second):
@@ -112,33 +96,38 @@ def _item(owner: Any, key: Any) -> Any:
     return owner[key]
 
 
-_ARITHMETIC = {
+_OPERATORS: dict[type[ast.AST], str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv", ast.FloorDiv: "floordiv", ast.Mod: "mod",
     ast.Pow: "pow", ast.LShift: "lshift", ast.RShift: "rshift", ast.USub: "neg", ast.UAdd: "pos", ast.Invert: "invert",
+    ast.BitAnd: "and_", ast.BitOr: "or_", ast.BitXor: "xor",
 }  # fmt: skip
-_LOGIC = {ast.BitAnd: "and_", ast.BitOr: "or_", ast.BitXor: "xor"}
-_OPERATORS: dict[type[ast.AST], str] = {**_ARITHMETIC, **_LOGIC}
 """By operator in the assertion's code: the function of `operator` that replaces it."""
+_COMPARED, _ORDERED = ("eq", "contains", "countOf", "indexOf"), ("lt", "le", "gt", "ge")
 
 
-def _guarded() -> ModuleType:
-    """The module `operator` for assertions."""
+def _guarded(name: str) -> Any:
+    """A function of `operator` for assertions."""
+    compute = getattr(operator, name)
+
+    def call(*terms: Any) -> Any:
+        if name in _COMPARED:
+            return compute(*map(typed, terms))
+        if name in _ORDERED:
+            return compute(*map(_ordered, terms))
+        is_format = name in ("mod", "imod") and isinstance(terms[0], str)
+        is_logic = name.strip("i_") in ("and", "or", "xor") and type(terms[0]) is type(terms[1])  # of two bools
+        return compute(*terms if is_format or is_logic else map(_term, terms))
+
+    return call
+
+
+def _operator_module() -> ModuleType:
+    names = [*_COMPARED, *_ORDERED, *_OPERATORS.values()]
+    names += [f"i{name.strip('_')}" for name in _OPERATORS.values()]  # `iadd`, for `+=`
     module = ModuleType("operator")
     vars(module).update(vars(operator))
-    kinds = {
-        _arithmetic: _ARITHMETIC.values(),
-        _logic: _LOGIC.values(),
-        _compared: ("eq", "contains", "countOf", "indexOf"),
-    }
-    for guard, names in kinds.items():
-        for name in names:
-            for each in (name, f"i{name.strip('_')}"):  # also `iadd`, for `+=`
-                if hasattr(operator, each):
-                    setattr(module, each, guard(getattr(operator, each)))
-    module.ne, module.getitem = _differ, _item
-    for name in ("lt", "le", "gt", "ge"):
-        compare = getattr(operator, name)
-        setattr(module, name, lambda first, second, compare=compare: compare(_ordered(first), _ordered(second)))
+    vars(module).update({name: _guarded(name) for name in names if hasattr(operator, name)})
+    vars(module).update(ne=_differ, getitem=_item)
     return module
 
 
@@ -292,7 +281,7 @@ class Run:
 
 
 _run: Run
-_OPERATOR = _guarded()
+_OPERATOR = _operator_module()
 
 
 def begin(code: str, names: list[str]) -> list[Any]:
