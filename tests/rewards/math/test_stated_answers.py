@@ -536,8 +536,8 @@ def test_what_the_text_states(table: str, score: float) -> None:
 
 @pytest.mark.parametrize(
     "piece",
-    ["I do not think 7 ", "the answer is not 7\n", "not the answer is 7 ", "7 is wrong ", "7 less than ", "7 (a) ", "<b>",
-     "not \\boxed{7} ", "[1, 2] ", "(100,100,", "1 + ", "sqrt(", "_7_ ", '"7', "[1, 2, "],
+    ["I do not think 7 ", "the answer is not 7\n", "not the answer is 7 ", "7 is wrong ", "7 less than ", "7 (a) ",
+     "<b>", "not \\boxed{7} ", "[1, 2] ", "(100,100,", "1 + ", "sqrt(", "_7_ ", '"7', "[1, 2, "],
 )  # fmt: skip
 def test_a_long_text_takes_linear_time(piece: str) -> None:
-    assert compute_score("", piece * (300_000 // len(piece)), "18") == 0.0  # hours, if a search backtracked
+    assert compute_score("", piece * (60_000 // len(piece)), "18") == 0.0  # hours, if a search backtracked
