@@ -103,7 +103,6 @@ ELSEWHERE = {
     "actor_rollout_ref.rollout.engine_kwargs": "tests/rollout/servers/test_vllm_command.py",
     "actor_rollout_ref.rollout.url": "tests/rollout/servers/test_lying_servers.py",
     "actor_rollout_ref.rollout.data_parallel_size": "tests/rollout/servers/test_fleet.py",
-    "reward.ifeval.strict": "tests/rewards/test_ifeval_reward.py",
     "trainer.max_held_mb": "tests/cluster/test_sizes.py",
     "trainer.peers_timeout_s": "tests/cluster/test_training_worker_faults.py",
     "trainer.max_restarts": "tests/cluster/test_training_worker_faults.py",

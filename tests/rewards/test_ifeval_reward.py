@@ -1,18 +1,18 @@
-"""`ifeval` with `strict` off, by hand from the definitions of the paper's `instructions.py`."""
+"""`ifeval` by hand from the definitions of the paper's `instructions.py`."""
 
 import json
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from distflow.rewards import ifeval_reward
-from distflow.rewards.ifeval_reward import INSTRUCTIONS, split_sentences
-
-compute_score = partial(ifeval_reward.compute_score, strict=False)
-compute_loose_score = partial(ifeval_reward.compute_loose_score, strict=False)
-compute_share = partial(ifeval_reward.compute_share, strict=False)
+from distflow.rewards.ifeval_reward import (
+    INSTRUCTIONS,
+    compute_loose_score,
+    compute_score,
+    compute_share,
+    split_sentences,
+)
 
 DATA = Path(__file__).parents[4] / "shared" / "data" / "ifeval.jsonl"
 FENCED = '```json\n{"a": [1, 2]}\n```'
@@ -203,6 +203,25 @@ def test_each_of_the_25_instructions_is_judged():
 def test_an_instruction(name, arguments, good, bad):
     scores = {text: compute_score("", text, None, row(name, arguments))["score"] for text in [*good, *bad]}
     assert scores == {**dict.fromkeys(good, 1.0), **dict.fromkeys(bad, 0.0)}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "response"),
+    [
+        ("punctuation:no_comma", {}, "42"),
+        ("punctuation:no_comma", {}, "It is prime."),
+        ("punctuation:no_comma", {}, "https://example.org/a?b=1"),
+        ("punctuation:no_comma", {}, "Strč prst skrz krk"),
+        ("detectable_format:json_format", {}, "[1, 2, 3]"),
+        ("detectable_format:json_format", {}, '{"x": 1}'),
+        ("length_constraints:number_sentences", at_least("num_sentences", 1), "Yes."),
+        ("startend:quotation", {}, '"Brrr"'),
+        ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "- x = 1\n- x = 1"),
+        ("keywords:existence", {"keywords": ["return"]}, "def f(x):\n    return x"),
+    ],
+)
+def test_a_short_response_is_judged_by_its_instructions_alone(name, arguments, response):
+    assert compute_score("", response, None, row(name, arguments))["score"] == 1.0
 
 
 @pytest.mark.parametrize("name", INSTRUCTIONS)

@@ -89,7 +89,36 @@ class Point(namedtuple("base", "x y")):
 @pytest.mark.parametrize(
     "value",
     [
-        *(deque(), range(3), object(), int, len, ..., memoryview(b"")),
+        *(deque(), deque([(1, True)]), range(3), range(5, -5, -2), range(0)),
+        *({1: 2, "a": [3]}.keys(), {1: [2]}.values(), {1: [2], (3,): {}}.items(), OrderedDict(a=1).keys()),
+    ],
+)
+def test_sequences_and_views(value: object) -> None:
+    read = from_text(to_text(value))
+    assert typed(list(read)) == typed(list(value))
+    if isinstance(value, deque | range):
+        assert type(read) is type(value)
+    else:
+        assert type(read) in (type({}.keys()), type({}.values()), type({}.items()))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('{"range": [0, 1000000, 1]}', '{"range": [0, 9999999999999999999999, 1]}', '{"range": [0, 3, 0]}'),
+        *('{"range": ["0", 3, 1]}', '{"range": []}', '{"keys": [[1]]}', '{"keys": 3}', '{"deque": 3}'),
+        *('{"items": [1]}', '{"items": [{"tuple": [1]}]}', '{"items": [{"tuple": [[1], 2]}]}', '{"values": {}}'),
+    ],
+)
+def test_what_is_no_sequence_or_view_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        from_text(text)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(object(), int, len, ..., memoryview(b"")),
         *({"x": object()}, iter([object()])),
     ],
 )

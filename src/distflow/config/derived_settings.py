@@ -354,13 +354,7 @@ def reward_functions(config: Config) -> Mapping[str, tuple[RewardPart, ...]]:
     chosen = {
         name: domain.reward or functions.get(name) or functions.get("default", ()) for name, domain in domains.items()
     } or functions
-    return {name: tuple(_as_asked(part, config) for part in parts) for name, parts in chosen.items() if parts}
-
-
-def _as_asked(part: RewardPart, config: Config) -> RewardPart:
-    """The part with the option that `reward.ifeval` sets for IFEval, unless the part sets it."""
-    is_original = part.name.partition("_")[0] == "ifeval" and not config.reward.ifeval.strict
-    return part._replace(options={"strict": False, **part.options}) if is_original else part
+    return {name: parts for name, parts in chosen.items() if parts}
 
 
 def named_rewards(config: Config) -> Iterator[tuple[str, str, tuple[RewardPart, ...]]]:

@@ -4,8 +4,11 @@ Adjacent boxes are one answer, a list: a response that boxes two answers has not
 since the policy writes the text.
 """
 
+import html
 import json
 import re
+
+from distflow.rewards.denied_answers import clause_before, is_denied
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -15,30 +18,39 @@ _BETWEEN_BOXES = re.compile(
 )
 _PHRASE = re.compile(
     r"(?:(?<!/)\b(?:answer|correct (?:option|choice))\b[^\n.:=]{0,60}?(?:\bis\b|[:=])|\banswers are\b|答案[是为：:]"
-    r"|<answer>)(?:\*\*|[\s:])*", re.IGNORECASE
+    r"|<answer>)(?:\*\*(?!\*)|[\s:])*", re.IGNORECASE
 )  # fmt: skip
-_SENTENCE_END = re.compile(r"[.!?]\s+(?=[A-Z])")
+_SENTENCE_END = re.compile(r"[.!]\s+(?=[A-Z])|(?<=\?)\s+(?=[A-Z])")
+_TAGS = "a|b|big|center|code|div|em|font|h[1-6]|i|kbd|label|li|mark|p|pre|samp|small|span|strong|td|tt|u|var"
+_CLOSED_TAG = re.compile(rf"</({_TAGS})\s*>", re.I)
+_SUPERSCRIPT = re.compile(r"<sup>([^<>]*)</sup>", re.I)
+_ENTITY = re.compile(r"&#?\w{2,8};")
+_EMPHASIS = re.compile(r"(?<![^\W_])(?<![\\*)\]}])(\*+|_+|`+|\")(?=\S)([^*_`\"\n]+)(?<=\S)\1(?![^\W_]|[*({\\])")
 _FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\[((?:[^\\]|\\[^\[\]])+)\\\]|\\\(((?:[^\\]|\\[^()])+)\\\)")
 _NUMBER = r"-?\$?(?:\d{1,3}(?:[, ]\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:[eE][+-]?\d+)?"
 _UNIT = r"\s?(?:\\?%|°|(?!but\b)[A-Za-z]+(?:\^\d|[²³])?(?:/[A-Za-z]+)?)"
+_FUNCTIONS = r"sqrt|exp|ln|log|(?:arc)?(?:sin|cos|tan)h?"
+_NAMES = r"pi|oo|infinity|inf"
+_CALL = rf"(?:\\?(?:{_FUNCTIONS})\s?\([^()\n]*\)|√\(?\d+\)?)"
+_NAME = rf"(?:\\?(?:{_NAMES}|infty)(?![A-Za-z])|e(?=\^)|[π∞])"
+_TERM = rf"(?:{_CALL}|\(?{_NUMBER}\)?|{_NAME})"
+_FACTOR = rf"\s?(?:{_CALL}|{_NAME}|(?<=\S)[ie](?![\w'’])|i(?=\s*[-+).,;:!?]|\s*$))"  # after a number: 2π, 3i
+_SUM = rf"[-+±]?\s?{_TERM}(?:\s*[-+*/^×÷·±]\s*(?:{_TERM}|[-+]?[ie](?![\w'’]))|{_FACTOR})*"
+_ITEM = rf"[-+]?(?:\d++(?:\.\d++)?+|{_CALL}|{_NAME})(?:\s*[-+*/^]\s*(?:\d++|{_CALL}|{_NAME})|{_FACTOR})*+"
+_TUPLE = rf"\\?[(\[{{]\s*{_ITEM}(?:\s*[,;]\s*{_ITEM})+\s*\\?[)\]}}]"
 _EXPRESSION = re.compile(
-    rf"(?<![^\s=*$€£¥₹(~`])(?:\d+ \d+/\d+|\(?{_NUMBER}\)?)(?:\s*[-+*/^×÷]\s*\(?{_NUMBER}\)?)*!?({_UNIT})?", re.ASCII
+    rf"(?<![^\s=*$€£¥₹(~∈])(?:{_TUPLE}(?:\s*(?:∪|U|\\cup)\s*{_TUPLE})*|(?:\d+ \d+/\d+|{_SUM})!?({_UNIT})?)", re.ASCII
+)
+"""A tuple, a set or an interval; or a number or an operation on numbers, with the word or sign after it."""
+_MATHEMATICS = re.compile(
+    rf"(?!(?:an?|I)\s)(?=.*[\d\\^=<>≤≥π∞√]|.*\b(?:{_NAMES})\b)"
+    rf"(?:[^\w\n]|[\d_²³½⅓⅔¼¾π]|\\[A-Za-z]+|(?<![A-Za-z])(?:{_FUNCTIONS}|{_NAMES}|or|and|mod|[xyz]+|[A-Za-z])(?![A-Za-z]))+"
 )
 _LISTED = re.compile(r"\s*(?:,\s*(?:(?:and|or)\s*)?|(?:and|or)\s*)")
 _JOINED = re.compile(r"\s*(?:[,;]\s*)?(?:and|or|to|through)\s*|\s*[,;]\s*|[^\S\n]+")
 _OR = re.compile(r"\s*(?:,\s*)?or\s*")
-_DENIAL = (
-    r"(?:\bnot|n['’]t|\bnever|\bneither|\bnor|\binstead of|\brather than|\b(?:anything|nothing) but|\bother than"
-    r"|\bnowhere near|!=|≠)(?:\s+(?:be|equal to|exactly|just|really|simply))*"
-)
-_COMPARISON = (
-    r"\b(?:(?:less|more|fewer|greater|larger|smaller|higher|lower) than|at (?:least|most)|up to|over|under|above|below"
-    r"|between|from|twice|double|triple|half(?: of)?|(?:root|third|quarter|square|cube|opposite|inverse|reciprocal) of"
-    r"|(?:close|next) to|near(?:ly)?|almost|hardly|barely|within \S+ of|except(?: for)?|everything but|off by)"
-)
-_DENIED, _NOT_STATED = (re.compile(rf"(?:{words})[\s$*]*$", re.I) for words in (_DENIAL, f"{_DENIAL}|{_COMPARISON}"))
-_COMPARED = re.compile(rf"{_DENIAL}|{_COMPARISON}|\b(?:and|or|to|through|from)\b", re.I)
-_LONGEST_DENIAL = 40
+_LONGEST_FORMULA = 100
+_MOST_DENIED = 1000
 _OPERATIONS = {"plus": "+", "over": "/", "minus": "-", "times": "*", "multiplied by": "*", "divided by": "/"}
 _OPERATION = re.compile(rf"(?<=\d)\s+({'|'.join(_OPERATIONS)})\s+(?=[\d.$])", re.I)
 _NEGATIVE = re.compile(r"\b(?:negative|minus)\s+\$?$", re.I)
@@ -55,11 +67,15 @@ def last_box(text: str) -> str | None:
 def boxed_answer(text: str) -> str | None:
     r"""The last box, together with preceding ones that are separated only by "and", "or" or punctuation, as a list.
 
-    Equal boxes count once; if one is empty, the answer is ''.
+    Equal boxes count once; if one is empty, or the text denies all, the answer is ''.
     """
-    boxes = _boxes(text)
+    boxes = _boxes(text)[-_MOST_DENIED:]
     if not boxes:
         return None
+    while boxes and is_denied(text, boxes[-1][0], boxes[-1][1]):
+        boxes.pop()
+    if not boxes:
+        return ""
     first = _first_joined(text, [(start, end) for start, end, _ in boxes], _BETWEEN_BOXES, len(boxes))
     contents = list(dict.fromkeys(content.strip() for _, _, content in boxes[first:]))
     return ", ".join(contents) if all(contents) else ""
@@ -108,20 +124,41 @@ def decoded(value: object) -> object:
 
 
 def phrased_answer(text: str) -> str | None:
-    """What follows the last "answer is", "answer:" or `<answer>`, to the end of that sentence, line or tag."""
-    found = list(_PHRASE.finditer(text))
+    """What follows the last "answer is", "answer:" or `<answer>`, to the end of that sentence, line or tag.
+
+    One that the text denies or doubts ("I do not think that the answer is") does not count."""
+    found = list(_PHRASE.finditer(text))[-_MOST_DENIED:]
+    while found and is_denied(text, found[-1].start()):
+        found.pop()
     if not found:
         return None
     line, *_ = re.split(r"\n|(?i:</answer>)", text[found[-1].end() :], maxsplit=1)
     return _SENTENCE_END.split(line)[0].strip()
 
 
+def without_markup(text: str) -> str:
+    """The text without HTML tags and entities, emphasis in Markdown, and quotation marks around a word or value."""
+    text = _ENTITY.sub(lambda entity: html.unescape(entity[0]), text).replace("“", '"').replace("”", '"')
+    if names := {name.lower() for name in _CLOSED_TAG.findall(text)}:
+        text = re.sub(rf"<(?:/\s*)?(?:{'|'.join(names)})\b[^<>]*>", "", text, flags=re.I)
+    text = _SUPERSCRIPT.sub(r"^{\1}", text)
+    while (plain := _EMPHASIS.sub(r"\2", text)) != text:
+        text = plain
+    return text
+
+
+def is_mathematics(text: str) -> bool:
+    """Whether a short text is a formula as a whole, even without delimiters: `[1, 3]`, `-1 + exp(16)`, `x < 2`."""
+    return len(text) <= _LONGEST_FORMULA and _MATHEMATICS.fullmatch(text) is not None
+
+
 def last_mathematics(prose: str, is_answer: bool = False) -> tuple[str, str] | None:
     """The last formula between delimiters, or the last number; and the word or sign after the number.
 
     Neighbouring formulas that a comma, "and" or "or" joins are one answer, and so are numbers that an "or" joins; if
-    the prose is the answer, also those that anything else joins. What the prose denies ("not 7") is passed over, and in
-    an answer also what it only compares with ("at least 7"); if there is nothing else, it is returned with these words.
+    the prose is the answer, also those that anything else joins. What the prose denies or doubts ("7 is wrong") is
+    passed over, and in an answer also what it only compares with ("at least 7"); if there is nothing else, it is
+    returned as "not 7".
     """
     if is_answer and (reason := _REASON.search(prose)) and (stated := last_mathematics(prose[: reason.start()], True)):
         return stated
@@ -132,17 +169,13 @@ def last_mathematics(prose: str, is_answer: bool = False) -> tuple[str, str] | N
     if stated_formulas and (not stated_numbers or stated_formulas[-1].end() > stated_numbers[-1].end()):
         return ", ".join(next(filter(None, match.groups())) for match in stated_formulas), ""
     if not stated_numbers:
-        return next(((_before(prose, each) + each.group(), "") for each in reversed(formulas + numbers)), None)
+        denied = reversed(formulas + numbers)
+        return next(((f"not {each.group()}", "") for each in denied), None)
     bare = [
-        ("-" if _NEGATIVE.search(_before(prose, each)) else "") + each.group().removesuffix(each[1] or "")
+        ("-" if _NEGATIVE.search(clause_before(prose, each.start())) else "") + each.group().removesuffix(each[1] or "")
         for each in stated_numbers
     ]
     return ", ".join(bare), stated_numbers[-1][1] or ""
-
-
-def without_comparisons(text: str) -> str:
-    """The text without the words that deny a number, compare with it, or join it to the next."""
-    return _COMPARED.sub("", text)
 
 
 def _last_stated(
@@ -150,18 +183,15 @@ def _last_stated(
 ) -> list[re.Match[str]]:
     """The last of the formulas or numbers, with those that are joined to it, that no words before it deny."""
     spans = [(each.start(), _end(each)) for each in found]
-    denied = _NOT_STATED if is_answer else _DENIED
     end = len(found)
-    while end:
+    while end > max(0, len(found) - _MOST_DENIED):
         first = _first_joined(prose, spans, joint, end)
-        if not denied.search(_before(prose, found[first])):
+        last = found[end - 1]
+        after = last.end() if last.re is _FORMULA or last[1] is None else last.start(1)
+        if not is_denied(prose, found[first].start(), after, is_answer):
             return found[first:end]
         end = first
     return []
-
-
-def _before(prose: str, match: re.Match[str]) -> str:
-    return prose[max(0, match.start() - _LONGEST_DENIAL) : match.start()]
 
 
 def _end(found: re.Match[str]) -> int:

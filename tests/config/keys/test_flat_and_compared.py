@@ -215,7 +215,6 @@ reward:
   on_error: {score: -1}
   domains: {a: {timeout_s: 9, num_workers: 4, retries: 0, backoff_s: 3, on_error: drop}}
   overlong: {buffer_tokens: 50, factor: 0.5}
-  ifeval: {strict: false}
 custom_reward_function: {path: my_reward.py, name: score}
 embodied_sampling:
   filter_accuracy: true

@@ -1,6 +1,7 @@
 """What rows of code data sets mean, and outputs that are the same."""
 
 import json
+from collections import deque
 
 import pytest
 
@@ -13,6 +14,7 @@ from distflow.rewards.code.case_formats_and_assertions import (
     split_assertions,
 )
 from distflow.rewards.code.execution import same_output, same_value
+from distflow.sandbox.inside.program_messages import Values
 
 PAIRS = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "3\n"]}
 CALLS = {"fn_name": "f", "inputs": [[1, [2]], [3, [4]]], "outputs": [5, [6]]}
@@ -201,7 +203,19 @@ def test_tests_that_are_broken(code):
         ("12345678901234567890.0", "12345678901234567890", True),
         ("9007199254740993", "9007199254740992.0", True),
         ("-0.0", "0", True),
-        ("03", "3", True),
+        ("03", "3", False),
+        ("3", "03", False),
+        ("0010", "10", False),
+        ("00", "0", False),
+        ("0", "00", False),
+        ("1e3", "1000", False),
+        ("1000", "1e3", False),
+        ("+5", "5", False),
+        ("-7.0", "-7", True),
+        ("1e+20", "100000000000000000000.0", True),
+        ("1e-05", "0.00001", True),
+        ("10.0 00", "10 00", False),  # digits, as the second word shows
+        ("10.0 007 0.33333333", "10.0 007 0.3333333333", True),
         ("11", "0011", False),
         ("0011", "0011", True),
         ("0", "0", True),
@@ -234,11 +248,47 @@ def test_outputs(printed, wanted, same):
         (1.0, 1, True),
         ("1", 1, False),
         ({1, 2}, [1, 2], False),
-        (3, [3], True),
+        (3, [3], False),
         ([3], 3, False),
+        ([], [[]], False),
+        (None, [None], False),
+        (range(3), [0, 1, 2], True),
+        (range(3), [0, 1], False),
+        (range(1, 2), [True], False),
+        ({"b": 1, "a": 2}.keys(), ["b", "a"], True),
+        ({"b": 1, "a": 2}.values(), [1, 2], True),
+        ({"b": 1, "a": 2}.items(), [["b", 1], ["a", 2]], True),
+        ([deque([1, 2])], [[1, 2]], True),
+        (Values([0, 2]), [0, 2], True),
+        (Values([0, True]), [0, 1], False),
+        (Values([0] * 2001), [0] * 2001, False),  # more than are read
         (None, None, True),
-        (0.1 + 0.2, 0.3, False),
+        (0.1 + 0.2, 0.3, True),
+        ([0.3], [0.1 + 0.2], True),
+        ({"a": 0.1 + 0.2}, {"a": 0.3}, True),
+        (0.3000001, 0.3, False),
+        (2.9999999999999996, 3, False),
+        (2.9999999999999996, 3.0, True),
+        (5e-17, 0.0, True),
+        (2e-7, 1e-7, False),
     ],
 )
 def test_values(returned, wanted, same):
     assert same_value(returned, wanted) is same
+
+
+@pytest.mark.parametrize(
+    ("outputs", "is_wrapped"),
+    [
+        ([[3]], True),
+        ([[False], [True]], True),
+        ([[[]], [[1, 2]]], True),
+        ([[[]]], False),
+        ([[None], [None]], False),
+        ([[3], [1, 2]], False),
+        ([[3], 4], False),
+        ([3], False),
+    ],
+)
+def test_results_that_may_be_entries_of_a_list(outputs, is_wrapped):
+    assert CallTests("f", ([],) * len(outputs), tuple(outputs)).may_be_wrapped is is_wrapped

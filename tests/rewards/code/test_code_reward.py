@@ -181,6 +181,55 @@ def test_a_program_does_not_change_what_the_tests_mean():
         ("import math\nassert math.hypot(*f(1)) == 5", "[3, 4]", "[5, 1]"),
         ("import unittest\nunittest.TestCase().assertEqual(f(1), [1])", "[1]", "[True]"),
         ("import unittest\nunittest.TestCase().assertAlmostEqual(f(1), 1)", "1.0", "True"),
+        ("assert f(1) * 1 == 1", "1", "True"),
+        ("assert f(1) * 2 == 2", "1.0", "True"),
+        ("assert 5 + f(1) == 6", "1", "True"),
+        ("assert f(1) / 2 == 0.5", "1", "True"),
+        ("assert f(1) // 1 == 1", "1", "True"),
+        ("assert f(1) ** 2 == 1", "1", "True"),
+        ("assert 4 % f(1) == 0", "1", "True"),
+        ("assert -f(1) == -1", "1", "True"),
+        ("assert +f(1) == 1", "1", "True"),
+        ("assert ~f(1) == -2", "1", "True"),
+        ("assert 1 << f(1) == 2", "1", "True"),
+        ("assert f(1) | 0 == 1", "1", "True"),
+        ("assert 'ab' * f(1) == 'ab'", "1", "True"),
+        ("assert [7] * f(1) == [7]", "1", "True"),
+        ("n = 1\nn += f(1)\nassert n == 2", "1", "True"),
+        ("x = [1]\ny = x\ny += f(1)\nassert x == [1, 2]", "[2]", "[True]"),
+        ("assert [10, 20][f(1)] == 20", "1", "True"),
+        ("assert 'ab'[f(1):] == 'b'", "1", "True"),
+        ("assert {1: 'a'}[f(1)] == 'a'", "1", "True"),
+        ("assert {True: 'a'}[f(1)] == 'a'", "True", "2"),
+        ("assert not f(1) != 1", "1", "True"),
+        ("assert f(1) != 1", "2", "True"),
+        ("assert not [f(1)] != [1]", "1", "True"),
+        ("assert [0, 1].index(f(1)) == 1", "1", "True"),
+        ("assert f(1).count(1) == 2", "[1, 1, 0]", "[1, True, 0]"),
+        ("assert list(range(f(1))) == [0]", "1", "True"),
+        ("import operator\nassert operator.eq(f(1), 1)", "1", "True"),
+        ("import operator\nassert not operator.ne(f(1), 1)", "1", "True"),
+        ("from operator import eq\nassert all(map(eq, f(1), [1, 2]))", "[1, 2]", "[True, 2]"),
+        ("import operator as o\nassert o.add(f(1), 1) == 2", "1", "True"),
+        ("import functools, operator\nassert functools.reduce(operator.mul, f(1)) == 6", "[2, 3, 1]", "[2, 3, True]"),
+        ("assert (f(1) > 0) + (f(1) > 1) == 1", "1", "3"),  # bools of the test itself
+        ("assert f(1) & (f(2) == f(1))", "True", "False"),
+        ("assert '%s' % f(1) == 'True'", "True", "1"),
+        ("m = {(1, 2): 3}\nassert m[1, f(1)] == 3", "2", "1"),
+        ("assert f(1) == 0.3", "0.1 + 0.2", "0.3001"),
+        ("assert f(1) == 0.1 + 0.2", "0.3", "0.31"),
+        ("assert f(1) == {'a': [0.3, 1]}", "{'a': [0.1 + 0.2, 1]}", "{'a': [0.1 + 0.2, 1.001]}"),
+        ("assert f(1) in (0.3, 7)", "0.1 + 0.2", "0.4"),
+        ("assert list(f(1)) == [0, 1, 2]", "range(3)", "range(4)"),
+        ("assert f(1) == range(3)", "range(3)", "[0, 1, 2]"),
+        ("assert f(1) == [0, 1]", "[0, 1]", "range(2)"),
+        ("assert len(f(1)) == 2 and sorted(f(1)) == ['a', 'b']", "{'b': 1, 'a': 2}.keys()", "{'b': 1}.keys()"),
+        ("assert f(1) == {'a', 'b'}", "{'b': 1, 'a': 2}.keys()", "['a', 'b']"),
+        ("assert set(f(1)) == {1, 2}", "{'b': 1, 'a': 2}.values()", "{'b': 1, 'a': 3}.values()"),
+        ("assert dict(f(1)) == {'a': [1]}", "{'a': [1]}.items()", "{'a': [True]}.items()"),
+        ("from collections import deque\nassert f(1) == deque([1])", "__import__('collections').deque([1])", "[1]"),
+        ("assert list(f(1)) == [1]", "__import__('collections').deque([1])", "__import__('collections').deque([True])"),
+        ("assert next(f(1)) == 0", "iter(range(3))", "iter([False])"),
         ("assert abs(f(1) - 3) < 1e-6", "3.0", "complex(3, 0)"),
         ("assert not abs(f(1) - 3) > 1e-6", "3", "float('nan')"),
         ("assert max(abs(x - 3) for x in f(1)) < 1e-6", "[3, 3]", "[3, float('nan')]"),
@@ -216,6 +265,25 @@ def test_a_program_does_not_change_what_the_tests_mean():
 def test_types_are_exact(test, right, wrong):
     assert judge(f"def f(x): return {right}", [test])["score"] == 1.0
     assert judge(f"def f(x): return {wrong}", [test])["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("outputs", "right", "wrong"),
+    [
+        ([[0, 1, 2]], "range(3)", "range(2)"),
+        ([["a"]], "{'a': 1}.keys()", "{'b': 1}.keys()"),
+        ([[1, 2]], "__import__('collections').deque([1, 2])", "__import__('collections').deque([1, True])"),
+        ([[2, 4]], "map(int, '24')", "(x for x in [2])"),
+        ([0.3], "0.1 + 0.2", "0.30001"),
+        ([[[]]], "[[]]", "[]"),
+        ([[None]], "[None]", "None"),
+        ([[5]], "5", "6"),
+    ],
+)
+def test_what_stands_for_a_list_of_json(outputs, right, wrong):
+    tests = {"fn_name": "f", "inputs": [[1]], "outputs": outputs}
+    assert judge(f"def f(x): return {right}", tests)["score"] == 1.0
+    assert judge(f"def f(x): return {wrong}", tests)["score"] == 0.0
 
 
 def test_bools_may_be_counted():

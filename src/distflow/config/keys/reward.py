@@ -123,13 +123,6 @@ class LimitPenaltyConfig:
 
 
 @dataclass(frozen=True)
-class IfevalConfig:
-    """The reward functions `ifeval`, `ifeval_loose` and `ifeval_share`."""
-
-    strict: bool = key(True, "require plausible text without empty parts; false: as the original")
-
-
-@dataclass(frozen=True)
 class RewardConfig:
     """Reward functions by domain; `default` applies to all other domains."""
 
@@ -166,7 +159,6 @@ class RewardConfig:
     )
     overlong: OverlongConfig = group(OverlongConfig)
     limit_penalty: LimitPenaltyConfig = group(LimitPenaltyConfig)
-    ifeval: IfevalConfig = group(IfevalConfig)
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,41 @@
 
 A call without a known result ends the run of the assertion, which is rerun from its start when the result has arrived,
 so that nothing waits in the sandbox. Its random numbers are the same each time. Its code is changed so that equality
-includes types, a bool is not a number, NaN has no order, and an error of the program must reach a handler of the
-assertion.
+includes types, a bool of the program is not a number, NaN has no order, and an error of the program must reach a
+handler of the assertion. For this, operators become calls of a module `operator` whose functions have these rules.
 """
 
 import ast
 import builtins
 import copy
+import copyreg
 import math
+import operator
 import random
 import sys
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from contextlib import suppress
 from traceback import walk_stack
+from types import ModuleType
 from typing import Any
+
+
+class Near(float):
+    """A float that equals another one up to rounding, since the order of operations changes the last digits."""
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not Near:
+            return float.__eq__(self, other)
+        return math.isclose(self, other, rel_tol=1e-9, abs_tol=0.0 if self and other else 1e-12)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = float.__hash__
+
+
+_TABLE: dict[Any, Any] = {}
+_KEYS, _VALUES, _ITEMS = type(_TABLE.keys()), type(_TABLE.values()), type(_TABLE.items())
 
 
 def typed(value: Any) -> Any:
@@ -23,23 +44,109 @@ def typed(value: Any) -> Any:
     kind = type(value)
     if kind in (bool, complex):
         return kind, value
-    if kind in (list, tuple, set, frozenset):
+    if kind is float:
+        return Near(value)
+    if kind in (list, tuple, set, frozenset, deque):
         return kind(map(typed, value))
+    if kind in (_KEYS, _ITEMS):
+        with suppress(TypeError):  # entries without a hash
+            return set(map(typed, value))
     if kind in (dict, Counter, defaultdict):
         return {typed(key): typed(entry) for key, entry in value.items()}
     return value
 
 
-class Asked(BaseException):
-    """Raised when the program must be called."""
+def _has_bool(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return any(map(_has_bool, value))
+    return not isinstance(value, int | float | complex | str | bytes | bytearray | range) or type(value) is bool
+
+
+def _refuse(why: str) -> None:
+    """End the assertion: the program's value cannot be what it means."""
+    _run.refused = why
+    raise AssertionError(why)
+
+
+def _term(value: Any) -> Any:
+    if type(value) is bool and _run.has_bool:
+        _refuse("a bool is used as a number")
+    return value
+
+
+def _ordered(value: Any) -> Any:
+    if value != value:
+        _refuse("it has no order")
+    return _term(value)
+
+
+def _differ(first: Any, second: Any) -> bool:
+    is_different = bool(first != second)
+    if not is_different and _run.has_bool and typed(first) != typed(second):
+        _refuse("a bool is compared with a number")
+    return is_different
+
+
+def _item(owner: Any, key: Any) -> Any:
+    is_mapping = isinstance(owner, dict)
+    if not is_mapping or (_has_bool(key) and typed(key) not in [*map(typed, owner)]):
+        _term(key)
+    return owner[key]
+
+
+_OPERATORS: dict[type[ast.AST], str] = {
+    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv", ast.FloorDiv: "floordiv", ast.Mod: "mod",
+    ast.Pow: "pow", ast.LShift: "lshift", ast.RShift: "rshift", ast.USub: "neg", ast.UAdd: "pos", ast.Invert: "invert",
+    ast.BitAnd: "and_", ast.BitOr: "or_", ast.BitXor: "xor",
+}  # fmt: skip
+"""By operator in the assertion's code: the function of `operator` that replaces it."""
+_COMPARED, _ORDERED = ("eq", "contains", "countOf", "indexOf"), ("lt", "le", "gt", "ge")
+
+
+def _guarded(name: str) -> Any:
+    """A function of `operator` for assertions."""
+    compute = getattr(operator, name)
+
+    def call(*terms: Any) -> Any:
+        if name in _COMPARED:
+            return compute(*map(typed, terms))
+        if name in _ORDERED:
+            return compute(*map(_ordered, terms))
+        is_format = name in ("mod", "imod") and isinstance(terms[0], str)
+        is_logic = name.strip("i_") in ("and", "or", "xor") and type(terms[0]) is type(terms[1])  # of two bools
+        return compute(*terms if is_format or is_logic else map(_term, terms))
+
+    return call
+
+
+def _operator_module() -> ModuleType:
+    names = [*_COMPARED, *_ORDERED, *_OPERATORS.values()]
+    names += [f"i{name.strip('_')}" for name in _OPERATORS.values()]  # `iadd`, for `+=`
+    module = ModuleType("operator")
+    vars(module).update(vars(operator))
+    vars(module).update({name: _guarded(name) for name in names if hasattr(operator, name)})
+    vars(module).update(ne=_differ, getitem=_item)
+    return module
 
 
 def _call(name: str, *args: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(name, ast.Load()), list(args), [])
 
 
-_NUMERIC = dict.fromkeys(("abs", "round", "divmod", "pow", "assertAlmostEqual", *dir(math)), "__term__")
-_WRAPPED = {**_NUMERIC, "assertEqual": "__typed__"}
+def _operation(name: str, *args: ast.expr) -> ast.Call:
+    return ast.Call(ast.Attribute(ast.Name("__operator__", ast.Load()), name, ast.Load()), list(args), [])
+
+
+class Asked(BaseException):
+    """Raised when the program must be called."""
+
+
+_NUMERIC = dict.fromkeys(
+    ("abs", "round", "divmod", "pow", "range", "chr", "bin", "hex", "oct", "assertAlmostEqual", *dir(math)), "__term__"
+)
+_WRAPPED = {**_NUMERIC, **dict.fromkeys(("assertEqual", "assertListEqual", "assertIn", "count", "index"), "__typed__")}
 """By function or method called in an assertion: the wrapper of its arguments."""
 
 
@@ -48,10 +155,13 @@ class Guard(ast.NodeTransformer):
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         self.generic_visit(node)
+        if [*map(type, node.ops)] == [ast.NotEq]:
+            return _operation("ne", node.left, *node.comparators)
         operands, kinds = [node.left, *node.comparators], list[list[str]]()
         for op in node.ops:
             is_order = isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE)
-            kinds.append(["__ordered__"] if is_order else ["__typed__"] * isinstance(op, ast.Eq | ast.In))
+            is_equality = isinstance(op, ast.Eq | ast.NotEq | ast.In)
+            kinds.append(["__ordered__"] if is_order else ["__typed__"] * is_equality)
         for i, operand in enumerate(operands):
             if names := sum(kinds[max(i - 1, 0) : i + 1], []):
                 operands[i] = _call(min(names), operand)
@@ -60,14 +170,37 @@ class Guard(ast.NodeTransformer):
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         self.generic_visit(node)
-        if isinstance(node.op, ast.Sub):
-            node.left, node.right = _call("__term__", node.left), _call("__term__", node.right)
-        return node
+        name = _OPERATORS.get(type(node.op))
+        return _operation(name, node.left, node.right) if name else node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        self.generic_visit(node)
+        name = _OPERATORS.get(type(node.op))
+        is_literal = isinstance(node.operand, ast.Constant)  # as in a pattern, which takes no call
+        return _operation(name, node.operand) if name and not is_literal else node
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
+        self.generic_visit(node)
+        name = _OPERATORS.get(type(node.op))
+        if name is None or not isinstance(node.target, ast.Name):
+            return node
+        changed = _operation(f"i{name.strip('_')}", ast.Name(node.target.id, ast.Load()), node.value)
+        return ast.Assign([node.target], changed)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        self.generic_visit(node)
+        return _operation("getitem", node.value, node.slice) if isinstance(node.ctx, ast.Load) else node
+
+    def visit_Slice(self, node: ast.Slice) -> ast.expr:
+        self.generic_visit(node)
+        return _call("__slice__", *(bound or ast.Constant(None) for bound in (node.lower, node.upper, node.step)))
 
     def visit_Call(self, node: ast.Call) -> ast.Call:
         self.generic_visit(node)
         if passed := _WRAPPED.get(getattr(node.func, "id", getattr(node.func, "attr", ""))):
             node.args = [each if isinstance(each, ast.Starred) else _call(passed, each) for each in node.args]
+            if isinstance(node.func, ast.Attribute) and node.func.attr in ("count", "index"):
+                node.func.value = _call(passed, node.func.value)
         return node
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.ExceptHandler:
@@ -84,19 +217,23 @@ class Guard(ast.NodeTransformer):
 
 class Run:
     """An assertion, and the program's answers so far. asked: the call without an answer. unseen: errors of the program
-    that no handler received. refused: why a value cannot be what the assertion means."""
+    that no handler received. refused: why a value cannot be what the assertion means. has_bool: whether the program has
+    returned any."""
 
     def __init__(self, code: str, names: list[str]) -> None:
         tree = ast.fix_missing_locations(Guard().visit(ast.parse(code)))
         self.code, self.names, self.answers = compile(tree, "tests.py", "exec"), names, list[Any]()
         self.count, self.asked, self.unseen, self.refused = 0, list[Any](), list[Exception](), ""
+        self.has_bool = False
 
     def scope(self) -> dict[str, Any]:
         return {
             "__name__": "tests",
             "__typed__": typed,
-            "__ordered__": lambda value: self.unless(value, type(value) is bool or value != value, "it has no order"),
-            "__term__": lambda value: self.unless(value, type(value) is bool, "a bool is used as a number"),
+            "__ordered__": _ordered,
+            "__term__": _term,
+            "__slice__": lambda *bounds: slice(*map(_term, bounds)),
+            "__operator__": _OPERATOR,
             "__seen__": self.seen,
             **{name: self.function(name) for name in self.names},
         }
@@ -121,12 +258,6 @@ class Run:
             self.unseen.append(raised)
         raise raised
 
-    def unless(self, value: Any, is_refused: bool, why: str) -> Any:
-        if is_refused:
-            self.refused = why
-            raise AssertionError(why)
-        return value
-
     def seen(self) -> None:
         error = sys.exception()
         while error is not None:
@@ -150,14 +281,24 @@ class Run:
 
 
 _run: Run
+_OPERATOR = _operator_module()
 
 
 def begin(code: str, names: list[str]) -> list[Any]:
     global _run
+    sys.modules["operator"] = _OPERATOR  # for the assertion's own imports
+    copyreg.pickle(_KEYS, lambda view: (_view, ("keys", dict.fromkeys(view))))
+    copyreg.pickle(_VALUES, lambda view: (_view, ("values", dict(enumerate(view)))))
+    copyreg.pickle(_ITEMS, lambda view: (_view, ("items", dict(view))))
     _run = Run(code, names)
     return _run.step()
 
 
+def _view(kind: str, entries: dict[Any, Any]) -> Any:
+    return getattr(entries, kind)()
+
+
 def resume(answer: list[Any]) -> list[Any]:
     _run.answers.append(answer)
+    _run.has_bool = _run.has_bool or _has_bool(answer[1:])
     return _run.step()

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from distflow.builtin_names import PROMPT_MESSAGES
@@ -28,6 +28,7 @@ _KINDS = ("inputs", "input_output", "test_list", "test")
 _BLOCK = re.compile(
     r"^(?:@.*\n)*(?:async def |def |class |import |from |[A-Za-z_]\w* = ).*(?:\n(?:[ \t)\]}].*|(?=\n)))*", re.M
 )
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 _METHOD = re.compile(r"(?:Solution\(\)\.)?([A-Za-z_]\w*)")
 
 
@@ -46,6 +47,13 @@ class CallTests:
     name: str
     inputs: tuple[list[Any], ...]
     outputs: tuple[Any, ...]
+
+    @cached_property
+    def may_be_wrapped(self) -> bool:
+        """Whether each result may be the only entry of its list, as in APPS: all are lists of one entry, and some
+        entry is a value, unlike in `[[]]` or `[None]`."""
+        entries = [output[0] for output in self.outputs if isinstance(output, list) and len(output) == 1]
+        return len(entries) == len(self.outputs) and any(entry not in _EMPTY for entry in entries)
 
 
 @dataclass(frozen=True)

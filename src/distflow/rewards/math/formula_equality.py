@@ -140,16 +140,16 @@ _EXACTLY = Context(prec=2 * MAX_BITS, rounding=ROUND_HALF_UP)
 
 def numbers_equal(gold: Decimal, answer: Decimal) -> bool:
     """Whether two numbers are equal, or one is the other rounded to fewer decimals."""
-    shorter, longer = sorted((gold, answer), key=num_decimals)
-    return gold == answer or is_rounded(longer, shorter)
+    return gold == answer or _is_rounded(gold, answer) or _is_rounded(answer, gold, may_be_cut=True)
 
 
-def is_rounded(exact: Decimal, decimal: Decimal) -> bool:
-    """Whether a decimal of `ROUNDED_DECIMALS` or more places is the exact value, rounded or truncated by at most a
-    thousandth of it: 0.000000 is no rounding of 1e-7."""
-    if num_decimals(decimal) < ROUNDED_DECIMALS or num_decimals(exact) == num_decimals(decimal):
+def _is_rounded(exact: Decimal, decimal: Decimal, may_be_cut: bool = False) -> bool:
+    """Whether a decimal of `ROUNDED_DECIMALS` or more places is the exact value, rounded by at most a thousandth of it:
+    0.000000 is no rounding of 1e-7. may_be_cut: truncated will do, as in the ground truths of some data sets."""
+    if num_decimals(decimal) < ROUNDED_DECIMALS or num_decimals(exact) <= num_decimals(decimal):
         return False
-    return _is_rounding(exact, decimal) and abs(exact - decimal) <= abs(exact) * _ROUNDED_TO
+    is_rounding = decimal == _EXACTLY.quantize(exact, decimal) or (may_be_cut and _is_rounding(exact, decimal))
+    return is_rounding and abs(exact - decimal) <= abs(exact) * _ROUNDED_TO
 
 
 def _is_rounding(exact: Decimal, decimal: Decimal) -> bool:
@@ -236,7 +236,7 @@ def _attempt(compute: Callable[[], _Result]) -> _Result | None:
 
 def _compare(first: Basic | MatrixBase, second: Basic | MatrixBase, gold: str, answer: str) -> bool:
     """first, second: the parsed gold and answer."""
-    for known in (_exactly_equal(first, second), _rounds_to(second, gold), _rounds_to(first, answer)):
+    for known in (_exactly_equal(first, second), _rounds_to(second, gold, True), _rounds_to(first, answer)):
         if known is not None:
             return known
     if _differ_at_a_point(first, second):
@@ -303,8 +303,8 @@ def _point(symbols: Iterable[Basic]) -> dict[Basic, Float]:
     return {symbol: Float(0.7 + 0.37 * number) for number, symbol in enumerate(sorted(symbols, key=str))}
 
 
-def _rounds_to(expression: Basic | MatrixBase, text: str) -> bool | None:
-    """Whether a number equals a plain decimal, exactly or rounded; None if unknown."""
+def _rounds_to(expression: Basic | MatrixBase, text: str, may_be_cut: bool = False) -> bool | None:
+    """Whether a number equals a plain decimal, exactly or rounded (`_is_rounded`); None if unknown."""
     decimal = plain_number(text)
     if decimal is None or not isinstance(expression, Expr) or expression.free_symbols:
         return None
@@ -314,7 +314,9 @@ def _rounds_to(expression: Basic | MatrixBase, text: str) -> bool | None:
     exact = Decimal(str(value.evalf(num_decimals(decimal) + 20)))
     if value.is_Rational and Fraction(decimal) == Fraction(int(value.p), int(value.q)):
         return True
-    return is_rounded(exact, decimal) if value.is_Rational or num_decimals(decimal) >= ROUNDED_DECIMALS else None
+    if not value.is_Rational and num_decimals(decimal) < ROUNDED_DECIMALS:
+        return None
+    return _is_rounded(exact, decimal, may_be_cut)
 
 
 _INTEGER = r"[-+]?\s*\d+"
@@ -328,6 +330,8 @@ _SIGNED_NUMBER = (
 )
 _NUMBER = re.compile(rf"\s*(?:{_SIGNED_NUMBER}|[(\[]\s*{_SIGNED_NUMBER}\s*[)\]])\s*", re.ASCII)
 
+_DIVISION = re.compile(r"[-+]?\s*(?:\\frac\s*\{\s*[-+]?(\d+)\s*\}\s*\{\s*[-+]?(\d+)\s*\}|(\d+)\s*/\s*(\d+))")
+_LARGE = 20
 _ROUNDED = re.compile(rf"\.\d{{{ROUNDED_DECIMALS}}}")
 _COMMAND = re.compile(r"\\([A-Za-z]+)(?:\{[a-z]*matrix\}|\{array\}(?:\{[lcr|]*\})?)?")
 _ELEMENTARY = frozenset(re.findall("[a-z]+", "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log"))
@@ -364,7 +368,7 @@ def has_form_of(gold: str, answer: str) -> bool:
     A number always does. Formulas with variables may be expanded, factored and reordered.
     """
     if is_number(answer) or (is_number(gold) and not _ROUNDED.search(gold)):
-        return is_number(answer)
+        return is_number(answer) and not _is_division(gold, answer)
     gold, answer = r"\pi\sqrt{2}" if is_number(gold) else _plain(gold), _plain(answer)
     found = _commands(gold)
     known = (_NOTATION | found).union(*(family for family in (_ELEMENTARY, _SETS) if family & found))
@@ -380,8 +384,18 @@ def has_form_of(gold: str, answer: str) -> bool:
     return all(len(kind.findall(answer)) <= len(kind.findall(gold)) + spare[kind] for kind in _OPERATORS)
 
 
+def _is_division(gold: str, answer: str) -> bool:
+    """Whether it is a division still to be computed, like 936/12 for 78, and no fraction: 7/2, 14/2, 250/100."""
+    found = _DIVISION.fullmatch(unwrap(answer).strip("()[] "))
+    if found is None or plain_number(gold) is None:
+        return False
+    above, below = (int(number) for number in found.groups() if number)
+    is_decimal = above % below > 0 and str(below).strip("0") == "1" if below else False
+    return above >= _LARGE and above > below and math.gcd(above, below) > 1 and not is_decimal
+
+
 def _plain(text: str) -> str:
-    return _SPACED.sub(r"\1", _TIMES.sub("*", unwrap(text)))
+    return _SPACED.sub(r"\1", _TIMES.sub("*", unwrap(text).replace(r"\exp(1)", "e").replace(r"\exp", "e^")))
 
 
 def _commands(text: str) -> set[str]:

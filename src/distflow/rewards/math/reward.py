@@ -9,13 +9,21 @@ import math
 import re
 
 from distflow.observe.crash_safe_files import JSON
-from distflow.rewards.extracted_answers import last_mathematics, marked_answer, phrased_answer, without_comparisons
+from distflow.rewards.denied_answers import without_comparisons
+from distflow.rewards.extracted_answers import (
+    is_mathematics,
+    last_mathematics,
+    marked_answer,
+    phrased_answer,
+    without_markup,
+)
 from distflow.rewards.math.equality import are_equal
-from distflow.rewards.math.text_and_units import is_unit, normalise, words
+from distflow.rewards.math.text_and_units import is_unit, normalise, without_remarks, words
 from distflow.rewards.reward_results import Case
 from distflow.untrusted_files import OutOfTime, limited_time
 
 _CURRENCY_MARK = re.compile(r"\\?\$(?=\s?\d[\d,]*(?:\.\d+)?[.,;:!?)*]*(?:\s+[A-Za-z(]|\s*$|\s*\n))")
+_SET = re.compile(r"(?<![\\\w}^])\{([^{}\\]*,[^{}\\]*)\}")
 _ALONE = re.compile(r"[^\s*]*[\d^\\][^\s*]*|-?\d+ \d+/\d+\.?")
 _WORD = re.compile(r"[A-Za-z]{2}")
 _MAX_PHRASE = 100
@@ -29,6 +37,12 @@ CASES = (
     Case(r"\boxed{1001}", "1000", False),
     Case(r"\boxed{-7}", "7", False),
     Case(r"\boxed{[2,5]}", "[2,5)", False),
+    Case("The answer is __7__ (seven).", "7", True),
+    Case("The answer is [2, 5).", "[2,5)", True),
+    Case("So the angle is 3*pi/4.", r"\frac{3\pi}{4}", True),
+    Case(r"\boxed{936/12}", "78", False),
+    Case("I don't think the answer is 7.", "7", False),
+    Case("The answer is 7 less than 20.", "7", False),
     Case("", "7", False),
 )
 
@@ -90,16 +104,30 @@ def is_equal(gold: str, answer: str) -> bool:
 
 def _unmarked(text: str, is_text: bool) -> str | None:
     """The unmarked answer of the text, or None. is_text: the ground truth is words; else a formula or number."""
-    text = text.replace("\N{MINUS SIGN}", "-")
     phrase = phrased_answer(text)
-    bare = (text if phrase is None else phrase).strip().strip("*`").strip()
-    if is_text or (phrase is not None and _ALONE.fullmatch(bare)):
-        return bare if len(bare) <= _MAX_PHRASE else None
-    for part in (phrase, text):
-        if part:
-            is_answer = part is phrase or not _WORD.search(without_comparisons(text))
-            found = last_mathematics(_CURRENCY_MARK.sub("", part).replace(r"\$", ""), is_answer)
-            if found is not None:
-                answer, word = found
-                return answer + word if is_unit(word) else answer
-    return None
+    if phrase is not None:
+        phrase = _plain(phrase)
+        if is_text or _ALONE.fullmatch(phrase):
+            return phrase if len(phrase) <= _MAX_PHRASE else None
+        if is_mathematics(phrase):
+            return phrase
+        if found := last_mathematics(_CURRENCY_MARK.sub("", phrase).replace(r"\$", ""), is_answer=True):
+            return _with_unit(*found)
+    text = _plain(text)
+    if is_text:
+        return text if len(text) <= _MAX_PHRASE else None
+    if phrase is None and "=" not in text and is_mathematics(text):
+        return text
+    is_answer = not _WORD.search(without_comparisons(text))
+    found = last_mathematics(_CURRENCY_MARK.sub("", text).replace(r"\$", ""), is_answer)
+    return _with_unit(*found) if found else None
+
+
+def _plain(text: str) -> str:
+    """The text without markup and remarks, and with the brackets of sets as in LaTeX."""
+    text = without_markup(text.replace("\N{MINUS SIGN}", "-").strip()).strip("*`_~ \n")
+    return _SET.sub(r"\\{\1\\}", without_remarks(text)).strip()
+
+
+def _with_unit(answer: str, word: str) -> str:
+    return answer + word if is_unit(word) else answer

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from distflow.rewards.extracted_answers import unboxed
+from distflow.rewards.extracted_answers import unboxed, without_markup
 
 MAX_RAW_CHARACTERS = 2_000
 
@@ -41,7 +41,8 @@ def _as_improper(match: re.Match[str]) -> str:
     whole, numerator, denominator = (int(part) for part in match.groups())
     if len(match[0]) > 300 or numerator >= denominator:
         return match[0]
-    return rf"\frac{{{whole * denominator + numerator}}}{{{denominator}}}"
+    value = whole + Fraction(numerator, denominator)
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 _REWRITES: dict[str, Callable[[re.Match[str]], str]] = {
@@ -51,6 +52,7 @@ _REWRITES: dict[str, Callable[[re.Match[str]], str]] = {
     "<fraction>": _as_fraction,
     "<scale>": lambda match: rf" \cdot 10^{{{_SCALES[match[1].lower()]}}} ",
     "<improper>": _as_improper,
+    "<remark>": lambda match: _remark(match),
 }
 _PART = re.compile(f"<({'|'.join(_PARTS)})>")
 _RULES = [
@@ -58,6 +60,13 @@ _RULES = [
     for pattern, replacement in _TABLE["rules"]
 ]
 TEXT = re.compile(rf"{_TEXT}\s*\{{([^{{}}]*)\}}")
+_REMARK = re.compile(r"(?<=[\d%})\]$°π])(?:\s|\\[ ,;:])+([(\[])([^()\[\]\n]*)[)\]]")
+_FORMULA = re.compile(r"\s*([=≈~]?)\s*([\d\s.+*/×÷%^=-]*\d[\d\s.+*/×÷%^=-]*)")
+_WORDS = re.compile(r"(?<![A-Za-z\\])(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi)\b)[A-Za-z]{2,}")
+_NO_REMARK = re.compile(
+    r"(?:in )?base\b|mod|(?:or|and|to|no)\b|not(?!\s+\$?-?\d)|wrong|incorrect|false|may|perhaps|plus|minus|times|over",
+    re.I,
+)
 _LETTERS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
 _PUNCTUATION = re.compile(r"""[\s()\[\].,;:!?'"~-]+""")
 _WORD = re.compile(r"[^\W\d_]{4}|[A-Z][a-z]|[A-Z]{3}")
@@ -76,11 +85,28 @@ def normalise(answer: str) -> str:
     answer = answer.strip()
     if len(answer) > MAX_RAW_CHARACTERS:
         return answer
-    answer = unboxed(answer)
-    answer = answer.translate(_SYMBOLS)
+    answer = without_markup(unboxed(answer)).translate(_SYMBOLS)
     for pattern, replacement in _RULES:
         answer = pattern.sub(replacement, answer).strip()
     return answer
+
+
+def without_remarks(text: str) -> str:
+    """The text without a remark in brackets after a value, like `7 (seven)` or `18 (9 + 9)`. A unit there is kept, and
+    so is what changes or doubts the value."""
+    return _REMARK.sub(lambda match: "" if _FORMULA.fullmatch(match[2]) else _remark(match), text)
+
+
+def _remark(match: re.Match[str]) -> str:
+    """The remark in an answer: a formula must have the same value, so that `18 (9 + 9)` becomes `18 = 9 + 9`."""
+    remark = match[2].strip()
+    if found := _FORMULA.fullmatch(remark):
+        return f" {found[1] or '='} {found[2]}"
+    first, *others = _WORDS.findall(remark)[:2] or [""]
+    is_plural = not others and first.endswith("s") and first.lower() not in _NO_UNITS
+    if is_unit(remark) or is_plural or first.lower() in _MULTIPLES:
+        return f" {remark}"
+    return "" if first and not _NO_REMARK.match(remark) else match[0]
 
 
 def words(text: str) -> str | None:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import struct
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeAlias
@@ -53,7 +53,8 @@ MAX_ITEMS = 500_000
 MAX_SAME_HASH = 64
 _SMALL_INT = 2**53
 MAX_YIELDED = 2000
-_PLAIN = (int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
+_PLAIN = (int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, deque)
+_VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
 
 
 class Values:
@@ -83,8 +84,9 @@ class NotPlain(ValueError):
 
 def to_text(value: object) -> str:
     """JSON in ASCII. Plain values are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set,
-    frozenset, dict and `Values`. One of a class that inherits from them, like a named tuple, `Counter` or an IntEnum,
-    becomes the plain value; an iterator becomes the `Values` that it yields. Raises NotPlain."""
+    frozenset, dict, deque, range, a view of a dict and `Values`. One of a class that inherits from them, like a named
+    tuple, `Counter` or an IntEnum, becomes the plain value; an iterator becomes the `Values` that it yields. Raises
+    NotPlain."""
     return _ENCODER.encode(_Writer().tagged(value, 0))
 
 
@@ -113,8 +115,10 @@ class _Writer:
             return value if math.isfinite(value) else {"float": repr(value)}
         if kind is list:
             return self._each(value, depth)
-        if kind in (tuple, set, frozenset):
+        if kind in (tuple, set, frozenset, deque):
             return {kind.__name__: self._each(value, depth)}
+        if kind is range:
+            return {"range": self._each((value.start, value.stop, value.step), depth)}
         if kind is dict:
             return {"dict": [self._each(pair, depth) for pair in dict.items(value)]}
         if kind in (bytes, bytearray):
@@ -125,6 +129,9 @@ class _Writer:
             return {"iterator": self._each(value.items, depth)}
         if isinstance(value, Iterator):
             return {"iterator": self._each(islice(value, MAX_YIELDED + 1), depth)}
+        view = next((name for each, name in _VIEWS.items() if each in kind.__mro__), None)
+        if view is not None:
+            return {view: self._each(value, depth)}
         base: Any = next((each for each in _PLAIN if each in kind.__mro__), None)
         if base is None:
             raise NotPlain(f"a value of type {kind.__name__}")
@@ -161,11 +168,21 @@ def _hashable(keys: list[Any]) -> list[Any]:
 
 
 def _read_dict(content: Any, depth: int) -> dict[Any, Any]:
-    pairs = [_read_each(pair, depth) for pair in content]
+    return _dict_of([_read_each(pair, depth) for pair in content])
+
+
+def _dict_of(pairs: list[Any]) -> dict[Any, Any]:
     if any(len(pair) != 2 for pair in pairs):
         raise ValueError("no pair of key and value")
     _hashable([key for key, _ in pairs])
     return dict(pairs)
+
+
+def _read_range(content: Any, depth: int) -> range:
+    read = range(*_read_each(content, depth))
+    if len(read) > MAX_ITEMS:
+        raise ValueError(f"a range of more than {MAX_ITEMS:,} items")
+    return read
 
 
 def _read_text(content: Any) -> str:
@@ -195,5 +212,10 @@ _READ: dict[str, Callable[[Any, int], Any]] = {
     "set": lambda content, depth: set(_hashable(_read_each(content, depth))),
     "frozenset": lambda content, depth: frozenset(_hashable(_read_each(content, depth))),
     "dict": _read_dict,
+    "deque": lambda content, depth: deque(_read_each(content, depth)),
+    "range": _read_range,
+    "keys": lambda content, depth: dict.fromkeys(_hashable(_read_each(content, depth))).keys(),
+    "values": lambda content, depth: dict(enumerate(_read_each(content, depth))).values(),
+    "items": lambda content, depth: _dict_of(_read_each(content, depth)).items(),
     "iterator": lambda content, depth: Values(_read_each(content, depth)),
 }
