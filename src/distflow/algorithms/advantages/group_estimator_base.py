@@ -129,15 +129,15 @@ def counted_tokens(response_mask: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def on_last_token(values: Tensor, response_mask: Tensor) -> Tensor:
-    """One value per sample `(bs,)` on the last of its policy tokens, float32 `(bs, response_length)`, 0 elsewhere."""
+    """One value per sample `(bs,)` on the last of its policy tokens, float64 `(bs, response_length)`, 0 elsewhere."""
     keep = response_mask > 0
     is_last = keep & (keep.flip(-1).cumsum(dim=-1).flip(-1) == 1)
     return on_tokens(values, is_last)
 
 
 def on_tokens(advantage: Tensor, response_mask: Tensor) -> Tensor:
-    """One value per sample `(bs,)` spread over its policy tokens, float32 `(bs, response_length)`, 0 elsewhere."""
-    return under_mask(advantage[:, None].expand(response_mask.shape), response_mask).float()
+    """One value per sample `(bs,)` spread over its policy tokens, float64 `(bs, response_length)`, 0 elsewhere."""
+    return under_mask(advantage.double()[:, None].expand(response_mask.shape), response_mask)
 
 
 def sum_by_turn(values: Tensor, turn_index: Tensor) -> Tensor:

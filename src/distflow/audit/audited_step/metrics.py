@@ -96,7 +96,7 @@ def _check_throughput(recorded: RecordedStep) -> None:
     "each row of the samples file matches its sample: texts, domain, scores, errors, lengths, versions, accuracy, mean "
     "advantage, share of masked tokens",
     needs="a step that is audited",
-    limit=f"{LIMIT:g}",
+    limit=f"{LIMIT:g} relative",
 )
 def audit_sample_rows(recorded: RecordedStep) -> str | None:
     batch = recorded.batch
@@ -117,7 +117,8 @@ def audit_sample_rows(recorded: RecordedStep) -> str | None:
             wanted["masked"] = 1.0 - of_policy["loss_mask"] / number
         for name, expected in wanted.items():
             found = row[name]
-            is_close = isinstance(expected, float) and isinstance(found, float) and abs(found - expected) <= LIMIT
+            is_close = isinstance(expected, float) and isinstance(found, float)
+            is_close = is_close and abs(found - expected) <= LIMIT * max(abs(expected), 1.0)
             if found != expected and not is_close and repr(found) != repr(expected):  # NaN is not equal to itself
                 raise Wrong(
                     f"the samples file has {found!r} as the {name} of sample {sample['uid']}, but it is {expected!r}: "
