@@ -28,9 +28,9 @@ DECODED, DECODED_S = "rollout/decoded_tokens", "rollout/decode_s"
 class Figures:
     """The inputs of a step's metrics: one value for each sample, of one rank or of several joined.
 
-    scores, valid: None if nothing scores. parts: of the reward. advantages: of the last token of the policy, and the
-    largest absolute one of all tokens, `(bs, 2)`; NaN without a token. versions: the number of the policy's tokens by
-    version. num_tokens: including prompts.
+    scores, valid: None if nothing scores. parts: of the reward. advantages: of the last token of the policy (NaN
+    without one), and the largest absolute advantage (or return, if a critic learns it) of all tokens, `(bs, 2)`.
+    versions: the number of the policy's tokens by version. num_tokens: including prompts.
     """
 
     prompt_lengths: Tensor
@@ -87,7 +87,10 @@ def _advantages(batch: Batch) -> Tensor:
     places = torch.full((len(batch),), -1).scatter_reduce(0, rows, torch.arange(len(rows)), "amax")
     last = torch.full((len(batch),), torch.nan, dtype=torch.float64)
     last[places >= 0] = values[places[places >= 0]]
-    largest = torch.zeros(len(batch), dtype=torch.float64).scatter_reduce(0, rows, values.abs(), "amax")
+    largest = torch.zeros(len(batch), dtype=torch.float64)
+    for name in ("advantages", "returns") if "values" in batch else ("advantages",):
+        sizes = batch.flat(name).cpu().double()[is_drawn].abs()
+        largest = largest.scatter_reduce(0, rows, sizes, "amax")
     return torch.stack([last, largest], dim=1)
 
 
@@ -154,9 +157,10 @@ def score_metrics(values: Tensor, valid: Tensor) -> dict[str, float]:
     valid_scores = values[valid].double()
     if not valid_scores.numel():
         return {}
+    near = valid_scores - valid_scores.mean()  # differences of large scores are exact, their mean is not
     return {
         "reward/mean_score": float(valid_scores.mean()),
-        "reward/std": float(valid_scores.std(correction=0)),
+        "reward/std": float((near - near.mean()).square().mean().sqrt()),
         "reward/max": float(valid_scores.max()),
         "reward/min": float(valid_scores.min()),
     }
@@ -183,8 +187,9 @@ _LARGE = 2.0**30
 
 def differences_lost(figures: Figures) -> dict[str, float]:
     """`reward/lost_in_float64_frac`: the share of groups whose scores are too large for float64 to hold their
-    differences. `reward/lost_in_float32_frac`: the share of samples whose advantage float32 does not hold: it is beyond
-    its range, or equal to that of a sample of the group with another score. Each only if it is not 0."""
+    differences. `reward/lost_in_float32_frac`: the share of samples whose advantage float32 does not hold: its square
+    is beyond the range, so that gradients and value losses are, or it equals that of a sample of the group with another
+    score. Each only if it is not 0."""
     assert figures.scores is not None and figures.valid is not None
     scores, groups, found = figures.scores.tolist(), defaultdict[int, list[int]](list), dict[str, float]()
     for row, (group, is_valid) in enumerate(zip(figures.groups.tolist(), figures.valid.tolist(), strict=True)):
@@ -196,7 +201,7 @@ def differences_lost(figures: Figures) -> dict[str, float]:
         found["reward/lost_in_float64_frac"] = sum(lost) / len(lost)
     if figures.advantages is not None:
         last, largest = figures.advantages.unbind(dim=1)
-        rounded, exact, is_beyond = last.float().tolist(), last.tolist(), (largest > LARGEST_NUMBER).tolist()
+        rounded, exact, is_beyond = last.float().tolist(), last.tolist(), (largest.square() > LARGEST_NUMBER).tolist()
         number = 0
         for own in groups.values():
             first = dict[float, int]()

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from distflow.audit.audited_step.node_and_queue_metrics import NOT_RECOMPUTED, between, merged, parts_of
+from distflow.audit.audited_step.normalization_formulas import centred
 from distflow.audit.check import Sample, Wrong, check, doubles
 from distflow.audit.recorded_step import RecordedStep, conversations_of
 from distflow.config.keys.reward import scoring_models
@@ -221,9 +222,8 @@ def _of_scores(scored: Sequence[tuple[float, float]]) -> Iterator[tuple[str, flo
     scores, groups = [score for score, _ in scored], defaultdict[float, list[float]](list)
     if not scores:
         return
-    mean = math.fsum(scores) / len(scores)
-    yield "reward/mean_score", mean
-    yield "reward/std", math.sqrt(math.fsum((score - mean) ** 2 for score in scores) / len(scores))
+    yield "reward/mean_score", math.fsum(scores) / len(scores)
+    yield "reward/std", math.sqrt(math.fsum(each**2 for each in centred(scores)) / len(scores))
     yield "reward/max", max(scores)
     yield "reward/min", min(scores)
     for score, group in scored:

@@ -431,8 +431,8 @@ def _lost(h: History) -> str | None:
         return f"In {groups:.0%} of the groups float64 does not hold the differences of the scores."
     if samples > 0:
         return (
-            f"Of {samples:.0%} of the samples float32 does not hold the advantage: it is beyond its range, or equal to "
-            "that of a sample of the group with another score."
+            f"Of {samples:.0%} of the samples float32 does not hold the advantage: its square is beyond the range, or "
+            "it equals that of a sample of the group with another score."
         )
     return None
 
