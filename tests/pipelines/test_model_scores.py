@@ -103,6 +103,16 @@ def test_a_group_with_too_few_scores_has_none() -> None:
     assert found["metrics"]["reward/errors/critique"] == 1.0
 
 
+def test_a_sum_beyond_float32_is_the_error_of_its_sample() -> None:
+    found = add(
+        0.5,
+        3e38,
+        1.0,
+        0.0,
+    )
+    assert found["valid"].tolist() == [False, False, True, True] and "6e+38" in found["reward_errors"][1]
+
+
 def test_on_error_may_give_a_score_in_place_of_the_whole_sum() -> None:
     found = add(0.5, "silent", 1.0, 0.0, keys=("reward.on_error={score: -3}",))
     assert found["valid"].all() and found["scores"].tolist() == [12.0, -3.0, 13.0, 11.0]
