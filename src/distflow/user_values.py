@@ -46,7 +46,7 @@ def plain_value(value: object) -> object:
         if isinstance(value, Real | Decimal):
             return float(value)
         if hasattr(value, "shape") and callable(tolist := getattr(value, "tolist", None)):
-            return tolist()  # type: ignore[no-any-return]
+            return tolist()
     except (OverflowError, RuntimeError, TypeError, ValueError):  # too large, sparse, on a device that is gone
         pass
     return value

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from distflow.cluster.local_processes_launcher import launch_processes
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.observe.run_reader import read_samples
+from distflow.runtime.spec import LaunchOptions
 from tests.e2e.runs import Playground, Run
 
 ONE_STEP = ("trainer.total_training_steps=1", "trainer.save_groups=all")
@@ -186,3 +188,18 @@ def test_equal_sums_of_parts_are_equal_scores(ground: Playground) -> None:
     functions = f"reward.functions={{default: [custom, '{ground.folder}/twice.py:twice']}}"
     batch = recorded(ground.run("grpo", *ONE_STEP, functions))
     assert len({*map(str, batch["reward_parts"])}) > 1 and not torch.any(batch["advantages"])
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_does(ground: Playground) -> None:
+    """Whitened over the step's samples of all ranks; a value that cannot be stored is named once in all."""
+    ground.write_reward(REWARD.replace("SCORE", "{'score': 1e6 + 0.01 * k, 'odd': 1j}"))
+    keys = ("trainer.total_training_steps=1", "algorithm.adv_estimator=reinforce_plus_plus_baseline")
+    config, spec = ground.spec("grpo", *keys, "trainer.n_gpus_per_node=2", name="two")
+    two = Run(ground.folder / "two", config, launch_processes(spec, LaunchOptions()))
+    found: list[dict[str, Any]] = [
+        {str(sample["uid"]): sample["advantage"] for sample in read_samples(done.folder, 1)}
+        for done in (ground.run("grpo", *keys, name="one"), two)
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-9) and max(found[0].values()) > 1
+    assert len([note for note in two.notes("warning") if "custom/odd" in note]) == 1

@@ -265,7 +265,7 @@ class _SizeLimit:
 
     def _plain(self, value: object, depth: int, key: str) -> JSON:
         self._left -= 4
-        if depth < _MAX_DEPTH and getattr(value, "shape", ()) and hasattr(value, "tolist"):
+        if depth < _MAX_DEPTH and getattr(value, "shape", None) and hasattr(value, "tolist"):
             with suppress(RuntimeError, TypeError):  # a sparse tensor cannot be iterated over
                 return self._list(value, depth, key)  # type: ignore[arg-type]  # an array has a length and entries
         value = plain_value(value)

@@ -68,9 +68,9 @@ def add_model_scores(config: Config) -> Callable[..., object]:
         unscored, scores = [error is None for error in batch["reward_errors"]], batch["scores"].clone()
         failed = _failed(said, unscored)
         for row in (row for row in range(len(batch)) if unscored[row] and row not in failed):
-            added = math.fsum(model.weight * said[name][row].get("score", 0.0) for name, model in models.items())
+            of_models = math.fsum(model.weight * said[name][row].get("score", 0.0) for name, model in models.items())
             try:
-                scores[row] = finite_number(float(scores[row]) + added, "its score with those of the models is")
+                scores[row] = finite_number(float(scores[row]) + of_models, "its score with those of the models is")
             except ValueError as error:
                 failed[row] = str(error)
         _check_share(reduce.sum({"failed": float(len(failed)), "asked": float(sum(unscored))}), failed, config)
