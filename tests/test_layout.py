@@ -29,7 +29,7 @@ LAYERS = (
     {"graph", "config", "observe"},
     {"import_target"},
     {"untrusted_files"},
-    {"builtin_names", "device_transfer", "hub_id_or_local_path", "http_guard", "limited_fork"},
+    {"builtin_names", "device_transfer", "hub_id_or_local_path", "http_guard", "limited_fork", "user_values"},
     {"errors"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

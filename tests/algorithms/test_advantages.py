@@ -158,7 +158,7 @@ def run(name: str, case: Any, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 def assert_close(actual: Tensor, wanted: Rows) -> None:
-    assert actual.dtype == torch.float32
+    assert actual.dtype == torch.float64
     torch.testing.assert_close(actual.double(), torch.tensor(wanted, dtype=torch.float64), rtol=2e-5, atol=2e-5)
 
 

@@ -109,7 +109,7 @@ def gae_over_turns(made: list[Episode], gamma: float, lam: float) -> tuple[list[
 
 
 def close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert actual.dtype == torch.float32
+    assert actual.dtype == torch.float64
     torch.testing.assert_close(actual.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -131,7 +131,7 @@ def test_turns_are_compared_with_those_of_the_same_number(seed: int, discount: f
     close(actual, wanted)
     assert torch.equal(actual, returns)
     rows = FORMULAS["grpo_turns"](samples(given), options)
-    close(torch.tensor([row for row, _ in rows]), wanted)
+    close(torch.tensor([row for row, _ in rows], dtype=torch.float64), wanted)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -146,8 +146,8 @@ def test_gae_over_turns(seed: int, gamma: float, lam: float) -> None:
     close(actual, wanted[0])
     close(returns, wanted[1])
     rows = FORMULAS["gae"](samples(given), options)
-    close(torch.tensor([row for row, _ in rows]), wanted[0])
-    close(torch.tensor([row for _, row in rows]), wanted[1])
+    close(torch.tensor([row for row, _ in rows], dtype=torch.float64), wanted[0])
+    close(torch.tensor([row for _, row in rows], dtype=torch.float64), wanted[1])
 
 
 @dataclass
@@ -229,7 +229,7 @@ def test_gae_over_agents(num_agents: int, gamma: float, lam: float) -> None:
         }
         wanted = column(0.0, lambda talk, key, t, own=own: own[id(talk), key][t])
         close(actual[part], wanted)
-        close(torch.tensor([row[part] for row in rows]), wanted)
+        close(torch.tensor([row[part] for row in rows], dtype=torch.float64), wanted)
     assert num_agents == 1 or not torch.equal(given["turn_order"], given["turn_order"].cummax(1).values)
 
 

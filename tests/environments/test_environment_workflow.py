@@ -87,7 +87,7 @@ def test_one_that_never_ends_is_left_after_max_turns_with_its_rewards() -> None:
         ("exits", "SystemExit: 1"),
         ("dies", "its process exited with status 7"),
         ("four", "not (observation, reward, terminated, truncated, info)"),
-        ("no number", "could not convert string to float"),
+        ("no number", "which is not a number"),
         ("nan", "step returned the reward nan"),
         ("inf", "step returned the reward inf"),
     ],

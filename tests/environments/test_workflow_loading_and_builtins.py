@@ -5,7 +5,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from distflow.data.encoded_prompts import PromptRow
 from distflow.environments import workflow
@@ -113,6 +115,15 @@ def test_scores(returned: object, value: float, parts: dict[str, float], accurac
     assert outcome.scores() == parts and outcome.accuracy == accuracy
 
 
+def test_values_beside_the_parts_stay_numbers_and_lists() -> None:
+    extra = {"n": np.int64(3), "list": torch.ones(60), "none": None, "odd": object()}
+    outcome = read_outcome({"found": np.float32(0.5), "extra": extra})
+    assert outcome is not None and isinstance(outcome.reward_result, Score) and outcome.score == 0.5
+    found = dict(outcome.reward_result.extra)
+    assert isinstance(found.pop("odd"), str) and outcome.reward_result.as_text == {"odd": "object"}
+    assert found == {"n": 3, "list": [1.0] * 60, "none": None} and type(found["n"]) is int
+
+
 def test_a_result_of_the_reward_functions_passes_and_none_rejects() -> None:
     outcome = RewardOutcome(Score(0.5), {}, 1.0)
     assert read_outcome(outcome) is outcome and read_outcome(None) is None
@@ -131,6 +142,9 @@ def test_a_result_of_the_reward_functions_passes_and_none_rejects() -> None:
         object(),
         {"acc": 1.0},
         {"a": 1e308, "b": 1e308},
+        {"a": 3e38, "b": 3e38},
+        1e39,
+        RewardOutcome(Score(0.5), {"part": Score(1e39)}, 0.5),
         RewardOutcome(Score(0.5)).discounted(math.nan),
         RewardOutcome(Score(1e308)).discounted(10.0),
         RewardOutcome(Score(0.5), {}, math.nan),

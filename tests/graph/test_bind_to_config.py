@@ -188,7 +188,7 @@ def test_columns_declared_by_their_writer(config):
     declared = [
         (bound_pipeline.fields[n].dtype, bound_pipeline.fields[n].axis) for n in ("my_bonus_per_sample", "my_tags")
     ]
-    assert declared == [("float32", Axis.SAMPLE), ("object", Axis.OBJECT)]
+    assert declared == [("float64", Axis.SAMPLE), ("object", Axis.OBJECT)]
     assert bound_pipeline.node("f").contract.writes == ("my_bonus_per_sample", "my_tags", "values")
     assert bound_pipeline.node("g").contract.optional == ("my_bonus_per_sample", "my_tags"), "known, so it is a field"
 

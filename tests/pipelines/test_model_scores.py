@@ -45,7 +45,9 @@ def test_a_score_is_the_weighted_sum_of_all_models() -> None:
     assert found["scores"].tolist() == [12.0, 11.5, 13.0, 11.0] and found["valid"].all()
     assert found["reward_parts"][1] == {"math": 1.0, "critique": 0.25, "helpful": 10.0}
     assert found["reward_extra"][2] == {"seen": 2, "critique": "so"}
-    assert found["metrics"] == {"reward/errors/critique": 0.0, "reward/cut/helpful": 0.0}
+    assert found["metrics"] == dict.fromkeys(
+        ("reward/errors/critique", "reward/errors/helpful", "reward/cut/helpful"), 0.0
+    )
     assert found["token_level_scores"].sum(-1).tolist() == found["scores"].tolist()
 
 
@@ -79,7 +81,7 @@ def test_rewards_of_turns_stay_where_they_are() -> None:
     added = add(0.5, 0.25, 1.0, 0.0, of_turns=earned)["token_level_scores"] - earned
     last = [max(place for place, drawn in enumerate(row) if drawn) for row in mask.tolist()]
     for row, place in enumerate(last):
-        wanted = torch.zeros(mask.shape[1])
+        wanted = torch.zeros(mask.shape[1], dtype=torch.float64)
         wanted[place] = [11.0, 10.5, 12.0, 10.0][row]
         torch.testing.assert_close(added[row], wanted)
 
@@ -97,8 +99,18 @@ def test_a_score_in_place_of_all_others_leaves_no_reward_of_a_turn() -> None:
 def test_a_group_with_too_few_scores_has_none() -> None:
     found = add(0.5, "silent", 1.0, 0.0)
     assert found["valid"].tolist() == [False, False, True, True]
-    assert found["reward_errors"] == ["a judge scored too few samples of its group", "critique: silent", None, None]
+    assert found["reward_errors"] == ["a model scored too few samples of its group", "critique: silent", None, None]
     assert found["metrics"]["reward/errors/critique"] == 1.0
+
+
+def test_a_sum_beyond_float32_is_the_error_of_its_sample() -> None:
+    found = add(
+        0.5,
+        3e38,
+        1.0,
+        0.0,
+    )
+    assert found["valid"].tolist() == [False, False, True, True] and "6e+38" in found["reward_errors"][1]
 
 
 def test_on_error_may_give_a_score_in_place_of_the_whole_sum() -> None:

@@ -58,7 +58,8 @@ def test_one_or_more_is_right() -> None:
 
 @pytest.mark.parametrize("acc", [True, 1, np.bool_(True), np.float32(1.0), 1.0])
 def test_what_a_function_says_of_itself_is_a_number(acc: object) -> None:
-    assert read_score({"score": -0.5, "acc": acc}) == (-0.5, {"acc": 1.0})
+    score = read_score({"score": -0.5, "acc": acc})
+    assert (score.value, score.extra) == (-0.5, {"acc": 1.0})
 
 
 @pytest.mark.parametrize("acc", ["yes", float("nan"), [1.0]])

@@ -16,7 +16,7 @@ from distflow.rewards.load_and_call_reward_functions import (
     takes_conversation,
     with_options,
 )
-from distflow.rewards.reward_results import read_score
+from distflow.rewards.reward_results import Score, read_score
 
 ARGUMENTS = {"data_source": "d", "solution_str": "s", "ground_truth": "g", "extra_info": {"k": 1}}
 
@@ -79,12 +79,12 @@ def test_a_dataclass_in_the_file_finds_its_module(tmp_path):
     [0.5, np.float32(0.5), np.array(0.5), torch.tensor(0.5), torch.tensor([0.5]), {"score": np.float64(0.5)}],
 )
 def test_numbers_of_every_library_are_scores(returned):
-    assert read_score(returned) == (0.5, {})
+    assert read_score(returned) == Score(0.5)
 
 
 @pytest.mark.parametrize("returned", [True, 1, np.int64(1), np.bool_(True)])
 def test_whole_numbers_and_truths_too(returned):
-    assert read_score(returned) == (1.0, {})
+    assert read_score(returned) == Score(1.0)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,15 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 
-from distflow.rewards.reward_results import MAX_IN_ALL, MAX_TEXT, bounded, read_score
+from distflow.rewards.reward_results import MAX_IN_ALL, MAX_TEXT, read_score
+
+
+def bounded(remarks: dict[str, Any]) -> dict[str, Any]:
+    return read_score({"score": 1.0, **remarks}).extra
 
 
 @pytest.mark.parametrize(
@@ -41,5 +46,5 @@ def test_a_structure_without_end_ends():
 
 
 def test_the_accuracy_is_read_whatever_else_there_is():
-    score, extra = read_score({"score": 0.5, **{f"k{i}": "x" * 5000 for i in range(200)}, "acc": True})
-    assert score == 0.5 and extra["acc"] == 1.0 and math.isfinite(score)
+    score = read_score({"score": 0.5, **{f"k{i}": "x" * 5000 for i in range(200)}, "acc": True})
+    assert score.value == 0.5 and score.extra["acc"] == 1.0 and math.isfinite(score.value)

@@ -76,17 +76,17 @@ def apply_kl_penalty(
     mean: KLMean = "token",
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, float]:
-    """(token_level_rewards, mean KL): scores − kl_coef · KL on each policy token; all `(bs, response_length)`.
+    """(token_level_rewards, mean KL): scores − kl_coef · KL on each policy token, float64; all `(bs, response_length)`.
 
     The mean, over the valid samples of the global batch, feeds the controller: over tokens, or with `sequence` over the
     sequences' means, where a sequence without tokens counts as 0, as in verl. valid: `(bs,)`. Rewards are 0 on tokens
     that are not the policy's. Raises ValueError for an unknown `kl_penalty`.
     """
-    kl = kl_estimate(under_mask(old_log_probs, response_mask), under_mask(ref_log_prob, response_mask), kl_penalty)
-    kl = under_mask(kl, response_mask)
-    rewards = under_mask(token_level_scores, response_mask) - kl_coef * kl
+    old_log_probs, ref_log_prob = (under_mask(each.double(), response_mask) for each in (old_log_probs, ref_log_prob))
+    kl = under_mask(kl_estimate(old_log_probs, ref_log_prob, kl_penalty), response_mask)
+    rewards = under_mask(token_level_scores.double(), response_mask) - kl_coef * kl
     kl, counted = kl.detach(), torch.ones(len(kl), device=kl.device) if valid is None else valid
     if mean == "token":
-        return rewards.float(), float(masked_mean(kl, response_mask * counted[:, None], reduce))
+        return rewards, float(masked_mean(kl, response_mask * counted[:, None], reduce))
     of_sequences = kl.double().sum(dim=-1) / (response_mask > 0).sum(dim=-1).clamp(min=1)
-    return rewards.float(), float(masked_mean(of_sequences, counted, reduce))
+    return rewards, float(masked_mean(of_sequences, counted, reduce))

@@ -60,12 +60,12 @@ def global_sum(value: Tensor, reduce: Reduce | None) -> Tensor:
 
 def masked_mean(values: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
     """Mean over the tokens under the mask, a float64 scalar; 0 without tokens."""
-    return _moments(values, mask, reduce)[0]
+    return _mean(under_mask(values.double(), mask), mask, reduce)[0]
 
 
 def masked_var(values: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
     """Unbiased variance over the tokens under the mask, a float64 scalar; 0 with fewer than two tokens."""
-    return _moments(values, mask, reduce)[1]
+    return _centred(values, mask, reduce)[1]
 
 
 def masked_whiten(values: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
@@ -73,19 +73,25 @@ def masked_whiten(values: Tensor, mask: Tensor, reduce: Reduce | None = None) ->
 
     values, mask: `(bs, length)`. The variance is unbiased. With fewer than two tokens the values are only centred.
     """
-    inside = under_mask(values.double(), mask)
-    mean, variance, count = _moments(inside, mask, reduce)
-    scale = torch.where(count > 1, torch.rsqrt(variance + WHITEN_EPSILON), torch.ones_like(variance))
-    return under_mask((inside - mean) * scale, mask)
+    centred, variance, count = _centred(values, mask, reduce)
+    return centred * torch.where(count > 1, torch.rsqrt(variance + WHITEN_EPSILON), torch.ones_like(variance))
 
 
-def _moments(values: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor, Tensor]:
-    # Two passes: the sum of squares about the mean keeps the digits that E[x²] − E[x]² would cancel.
-    inside = under_mask(values.double(), mask)
+def _mean(inside: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor]:
+    """(mean, number of tokens)."""
     total, count = global_sum(torch.stack([inside.sum(), (mask > 0).sum().double()]), reduce).unbind()
-    mean = total / count.clamp(min=1)
-    squares = global_sum(under_mask((inside - mean) ** 2, mask).sum(), reduce)
-    return mean, squares / (count - 1).clamp(min=1), count
+    return total / count.clamp(min=1), count
+
+
+def _centred(values: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(values − mean, 0 outside the mask; variance; number of tokens)."""
+    centred = under_mask(values.double(), mask)
+    for _ in range(2):  # differences of large values are exact, their mean is only up to its rounding
+        mean, count = _mean(centred, mask, reduce)
+        centred = under_mask(centred - mean, mask)
+    # The sum of squares about the mean keeps the digits that E[x²] − E[x]² would cancel.
+    squares = global_sum(centred.square().sum(), reduce)
+    return centred, squares / (count - 1).clamp(min=1), count
 
 
 def check_loss_agg_mode(mode: str) -> None:

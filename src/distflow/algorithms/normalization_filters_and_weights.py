@@ -110,13 +110,16 @@ class Normalization:
         return centred
 
     def _centred(self, values: Tensor, pool: "_Pool") -> Tensor:
-        total, count = pool.sum(values), pool.count
+        count = pool.count
+        middle = pool.sum(values) / count.clamp(min=1)
+        near = under_mask(values - middle, pool.counted)  # differences of large values are exact, their mean is not
+        total = pool.sum(near)
         mean = total / count.clamp(min=1)
         if self.mean_leave1out:
-            mean = torch.where(count > 1, (total - values) / (count - 1).clamp(min=1), 0.0)
-            mean = torch.where(pool.is_one_sample, values, mean)  # no other sample: AReaL takes the value itself
+            mean = torch.where(count > 1, (total - near) / (count - 1).clamp(min=1), -middle)
+            mean = torch.where(pool.is_one_sample, near, mean)  # no other sample: AReaL takes the value itself
         equal = (count > 1) & (pool.max(values) == -pool.max(-values))
-        return under_mask(torch.where(equal, 0.0, values - mean), pool.counted)
+        return under_mask(torch.where(equal, 0.0, near - mean), pool.counted)
 
 
 class _Pool:

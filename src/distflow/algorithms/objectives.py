@@ -351,7 +351,7 @@ class PolicyObjective(_Objective):
         if self.derives_old and "old_log_probs" in (*self.policy_loss.reads, *self.policy_loss.optional):
             columns["old_log_probs"] = micro["old_log_probs"] if "old_log_probs" in micro else log_probs.detach()
         names = [*self.policy_loss.reads, *(name for name in self.policy_loss.optional if name in micro)]
-        return {name: micro[name] for name in names if name not in columns} | columns
+        return {name: _in_dtype(micro[name], log_probs) for name in names if name not in columns} | columns
 
 
 @dataclass(eq=False)
@@ -375,7 +375,7 @@ class ValueObjective(_Objective):
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         """The micro-batch's share of the loss and sums. outputs: values, padded `(bs, response_length)`."""
         values = outputs["values"]
-        old, returns, mask = (micro[name] for name in self.reads)
+        old, returns, mask = (_in_dtype(micro[name], values) for name in self.reads)
         per_token, stats = compute_value_loss(
             values,
             old,
@@ -421,6 +421,11 @@ class PairObjective(_Objective):
         columns = {"loss": -logsigmoid(margins), "accuracy": (margins > 0).double(), "margin": margins.double()}
         sums = {name: column.sum() / num_pairs for name, column in columns.items()}
         return sums["loss"], _without_gradient(sums)
+
+
+def _in_dtype(column: Tensor, outputs: Tensor) -> Tensor:
+    """Numbers in the dtype of the model's outputs; those of scores are float64."""
+    return column.to(outputs.dtype) if column.is_floating_point() else column
 
 
 def _without_gradient(sums: Mapping[str, Tensor | float]) -> Sums:

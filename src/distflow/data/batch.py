@@ -331,7 +331,7 @@ class Batch:
                 raise ValueError(f"column '{field.name}' has {len(values)} entries for {len(self)} samples")
             return values
         try:
-            tensor = torch.as_tensor(value).to(getattr(torch, field.dtype)).detach()
+            tensor = torch.as_tensor(value, dtype=getattr(torch, field.dtype)).detach()
         except (TypeError, ValueError, RuntimeError) as err:  # str, None, ragged lists
             raise ValueError(f"column '{field.name}' takes numbers: {err}") from err
         if field.axis is Axis.SAMPLE:
@@ -461,8 +461,9 @@ class Batch:
         ends = send(self._lengths[Axis.RESPONSE].cumsum(0), mask.device)
         before = torch.searchsorted(positions, ends)  # tokens of the policy up to the end of the sample
         answered = before > torch.cat([before.new_zeros(1), before[:-1]])
-        scores = self.flat("scores").to(mask.dtype)[answered]
-        return torch.zeros_like(mask).index_put_((positions[before[answered] - 1],), scores)
+        scores = self.flat("scores").double()[answered]
+        placed = torch.zeros_like(mask, dtype=torch.float64)
+        return placed.index_put_((positions[before[answered] - 1],), scores)
 
 
 def _images(sample: Sample) -> list[list[str]]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from distflow.data.sample import Segment
 from distflow.environments.chat import Chat, ChatError
+from distflow.user_values import finite_number
 
 METHODS = ("arun_episode", "run_episode")
 """Names of the async method `f(engine, data)`; the first that the object has is called."""
@@ -136,7 +137,7 @@ class ArealWorkflow:
             ids = [int(token) for token in each["input_ids"]]
             left = [own for own in engine.rows if own not in rewards]
             own = max(left, key=lambda own: sum(_num_same(ids, call) for call in own.calls))
-            rewards[own] = float(each.pop("rewards"))
+            rewards[own] = finite_number(each.pop("rewards"), "arun_episode returned", " as 'rewards'")
             _set_segments(own.chat, own.calls, each)
         scores = [rewards.get(own) for own in engine.rows]
         return scores if isinstance(chats, list) else scores[0]

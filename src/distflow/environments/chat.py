@@ -3,7 +3,6 @@ ids of everything before it. It forks if history is rewritten, or several conver
 episode of several agents has a conversation for each, and the workflow awaits any of them."""
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard
 
 from distflow.data.sample import Owner, Segment, note_event
 from distflow.errors import UserError, hint
+from distflow.user_values import finite_number
 
 if TYPE_CHECKING:  # it imports torch, which the processes of tools and environments should not
     from distflow.environments.tokens_between_turns import TurnTokens
@@ -203,14 +203,16 @@ class Chat:
     def reward(self, value: float) -> None:
         """Assign this much of the episode's score to the last reply, in addition to earlier assignments. The rest of
         the score goes to the last turn. Raises ChatError."""
-        if not math.isfinite(value):
-            raise ChatError(f"reward({value!r}): pass a finite number")
+        try:
+            value = finite_number(value, "it is")
+        except ValueError as error:
+            raise ChatError(f"reward: pass a finite number: {error}") from None
         note_event("paid", self.name, value)
         places = [place for place, segment in enumerate(self.segments) if segment.owner == "policy"]
         if not places:
             raise ChatError("reward: there is no reply yet: await chat.ask first")
         last = self.segments[places[-1]]
-        self.segments[places[-1]] = replace(last, reward=last.reward + float(value))
+        self.segments[places[-1]] = replace(last, reward=last.reward + value)
 
     def keep(self, number: int) -> None:
         """Of the last reply only the first `number` tokens had an effect: the rest is not trained on."""

@@ -8,7 +8,6 @@ gymnasium, or the address of an OpenEnv server, which is called by the client of
 import importlib
 import inspect
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,6 +18,7 @@ from urllib.request import urlopen
 from distflow.environments.tools_in_user_code_process import bounded, without_control
 from distflow.errors import UserError
 from distflow.import_target import load, load_module
+from distflow.user_values import finite_number
 
 MAX_CHARACTERS = 20_000
 _READ = 200
@@ -88,10 +88,8 @@ def shown(observation: str) -> str:
 
 
 def finite_reward(reward: Any) -> float:
-    """The reward as a float. Raises ValueError for NaN and infinity."""
-    if not math.isfinite(number := float(reward)):
-        raise ValueError(f"step returned the reward {reward!r}")
-    return number
+    """The reward as a float. Raises ValueError for what `finite_number` refuses."""
+    return finite_number(reward, "step returned the reward")
 
 
 def _plain(value: Any) -> object:

@@ -18,6 +18,7 @@ from distflow.environments.tools_in_user_code_process import ToolAnswer, bounded
 from distflow.environments.workflow_loading_and_builtins import Row
 from distflow.errors import UserError
 from distflow.sandbox.shell import Ran, Shell
+from distflow.user_values import finite_number
 
 SHELL: dict[str, Any] = {
     "type": "function",
@@ -139,9 +140,9 @@ def _rewards(text: str, name: str, task: Task, ran: Ran) -> Mapping[str, float]:
     """Rewards by name; the score is the one called reward, or else the sum. Raises RuntimeError."""
     try:
         found = json.loads(text) if name == "reward.json" else {"reward": float(text)}
-        rewards = {str(key): float(value) for key, value in found.items()}
-        if not rewards or not all(map(math.isfinite, rewards.values())):
-            raise ValueError("there is no number, or one that is not finite")
+        rewards = {str(key): finite_number(float(value), "it wrote") for key, value in found.items()}
+        if not rewards:
+            raise ValueError("there is no number")
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise RuntimeError(
             f"tests/test.sh of {task.folder} wrote no reward into {name} ({error}): {_end(ran)}"

@@ -30,6 +30,7 @@ from distflow.data import global_random_states
 from distflow.data.sample import note_event
 from distflow.errors import UserError, users_place
 from distflow.import_target import load
+from distflow.user_values import plain_value
 
 MAX_MESSAGE_BYTES = 4 * 2**20
 MEMORY_BYTES = 4 * 2**30
@@ -260,7 +261,7 @@ def _run(channel: socket.socket, hosted: object, seed: bytes) -> NoReturn:
 
 def _answer(function: Callable[..., object], arguments: dict[str, Any]) -> bytes:
     try:
-        text = json.dumps({"value": function(**arguments)}, allow_nan=False)
+        text = json.dumps({"value": function(**arguments)}, allow_nan=False, default=_as_plain)
     except MemoryError:
         return b'{"died": "it ran out of memory"}'
     except (Exception, SystemExit, GeneratorExit) as error:  # the user's code may raise anything
@@ -269,6 +270,13 @@ def _answer(function: Callable[..., object], arguments: dict[str, Any]) -> bytes
     if len(text) >= MAX_MESSAGE_BYTES:
         text = json.dumps({"error": f"an answer of {len(text):,} bytes; at most {MAX_MESSAGE_BYTES:,}"})
     return text.encode()
+
+
+def _as_plain(value: object) -> object:
+    """Raises TypeError for what is no JSON value and has no plain form."""
+    if (found := plain_value(value)) is value:
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return found
 
 
 def _die_with(number: int) -> None:

@@ -117,8 +117,8 @@ def node(
 ) -> Callable[[_Fn], _Fn]:
     """Declare what a node function's signature cannot say.
 
-    writes: the fields it writes; a role may have a default. A mapping declares custom float32 columns by their axes,
-        e.g. {"bonus": "sample"}; see `register_field` for other types.
+    writes: the fields it writes; a role may have a default. A mapping declares custom columns by their axes, e.g.
+        {"bonus": "sample"}: float64 with one number per sample, else float32; see `register_field` for other types.
     role: the role of its nodes, if `add_node` names none. scope: which samples it must see together: one, a whole
     group, or all samples of all ranks. reads: the fields it reads, if the parameters do not say; "?name" is optional.
     Raises PipelineError for an unknown role or scope, ValueError for a column that already means something else.
@@ -129,7 +129,7 @@ def node(
             if axis not in known:
                 meant = hint(axis, known) if axis != "token" else ": one number per token of a response is 'response'"
                 raise PipelineError(f"@node: writes: '{axis}' of column '{name}' is not an axis{meant}")
-            register_field(name, "object" if axis == Axis.OBJECT.value else "float32", axis)
+            register_field(name, _DTYPES.get(axis, "float32"), axis)
     spec = NodeSpec(
         writes=None if writes is None else as_names(writes, "@node: writes"),
         role=None if role is None else as_member(NodeRole, role, "@node: role"),
@@ -137,6 +137,9 @@ def node(
         reads=None if reads is None else as_names(reads, "@node: reads"),
     )
     return lambda fn: _marked(fn, _ATTRIBUTE, spec)
+
+
+_DTYPES = {Axis.OBJECT.value: "object", Axis.SAMPLE.value: "float64"}
 
 
 def node_factory(fn: _Fn) -> _Fn:

@@ -63,7 +63,7 @@ _SLICES = 16
 _QUANTILES = 1000
 _TEXT_BYTES = 4  # per token of a text
 SYNC, REWARDS, REST = "weight sync", "rewards", "the rest of the step"
-_ITEMSIZE = {"int64": 8, "float32": 4, "bool": 1}
+_ITEMSIZE = {"int64": 8, "float64": 8, "float32": 4, "bool": 1}
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,19 @@ without weights, penalties and format bonuses.
 """
 
 import math
-import numbers
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.observe.crash_safe_files import JSON
 from distflow.observe.metrics import TIMED_OUT
+from distflow.user_values import finite_number, plain_value
 
 CUT = "cut_tokens"
 """Key of a reward function's result: how many tokens it did not read."""
@@ -43,10 +43,12 @@ OF_WORKFLOW = "workflow "
 
 @dataclass(frozen=True)
 class Score:
-    """A finite score; `extra` holds further values to show; it is not part of the score."""
+    """A finite score; `extra` holds further values to show; it is not part of the score. as_text: keys of `extra` of
+    which only a text can be stored, with the types of their values."""
 
     value: float
     extra: dict[str, JSON] = field(default_factory=dict, compare=False)
+    as_text: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -127,25 +129,34 @@ class Case:
         return float(self.good) if self.score is None else self.score
 
 
-def read_score(returned: object) -> tuple[float, dict[str, JSON]]:
-    """The score, and the other entries of a dictionary within bounds (only `acc` is used). Raises ValueError for a
-    score or an `acc` that is not a finite number."""
-    extra: dict[str, JSON] = {}
+def read_score(returned: object) -> Score:
+    """The score, with the other entries of a dictionary within bounds (only `acc` is used). Raises ValueError for a
+    score or an `acc` that is no number, or none that `finite_number` accepts."""
+    extra, limit = dict[str, JSON](), _SizeLimit()
     if isinstance(returned, dict):
         if "score" not in returned:
             raise ValueError(
                 f"it returned a dictionary without 'score' (keys: {', '.join(map(str, returned)) or 'none'})"
             )
-        extra = bounded({key: value for key, value in returned.items() if key not in ("score", ACC)})
+        extra = limit.mapping({key: value for key, value in returned.items() if key not in ("score", ACC)})
         if returned.get(ACC) is not None:
-            extra[ACC] = _number(returned[ACC], f" as '{ACC}'")
+            extra[ACC] = finite_number(returned[ACC], where=f" as '{ACC}'")
         returned = returned["score"]
-    return _number(returned), extra
+    return Score(finite_number(returned), extra, limit.as_text)
 
 
-def bounded(remarks: Mapping[object, object]) -> dict[str, JSON]:
-    """The remarks as JSON: long texts are cut in the middle, and everything after `MAX_IN_ALL` is left out."""
-    return _SizeLimit().mapping(remarks, 0)
+def read_extra(given: Mapping[object, object]) -> tuple[dict[str, JSON], Mapping[str, str]]:
+    """The values as JSON, of any size, and those of which it has only a text (see `Score`)."""
+    limit = _SizeLimit(math.inf, math.inf)
+    return limit.mapping(given), limit.as_text
+
+
+def with_value(score: Score, value: float) -> Score | Error:
+    """The score with a value computed from it, or the error that this is no finite number."""
+    try:
+        return replace(score, value=finite_number(value, "its score is"))
+    except ValueError as error:
+        return Error(str(error))
 
 
 def shortened(text: str, most: int = MAX_TEXT) -> str:
@@ -180,12 +191,14 @@ def validating() -> Iterator[None]:
 
 
 class RewardCounts(NamedTuple):
-    """asked, failed: numbers of samples. first: the first reward error. counts: metrics of the reward functions."""
+    """asked, failed: numbers of samples. first: the first reward error. counts: metrics of the reward functions.
+    as_text: see `Score`, the keys as PART/KEY."""
 
     asked: int = 0
     failed: int = 0
     first: str = ""
     counts: Mapping[str, float] = {}
+    as_text: Mapping[str, str] = {}
 
     @property
     def share(self) -> float:
@@ -199,7 +212,9 @@ class RewardCounts(NamedTuple):
         for part in parts:
             counts.update(part.counts)
         first = next((part.first for part in parts if part.first), "")
-        return RewardCounts(sum(part.asked for part in parts), sum(part.failed for part in parts), first, dict(counts))
+        as_text = {key: kind for part in reversed(parts) for key, kind in part.as_text.items()}
+        asked, failed = sum(part.asked for part in parts), sum(part.failed for part in parts)
+        return RewardCounts(asked, failed, first, dict(counts), as_text)
 
 
 class CallCounts:
@@ -228,58 +243,58 @@ def _kind(name: str, score: Score) -> int:
     return 2 if name == CUSTOM_REWARD or name not in REWARDS else 3
 
 
-def _number(value: object, where: str = "") -> float:
-    """float of a number, bool, or numpy or torch scalar. Raises ValueError for anything else."""
-    if not isinstance(value, numbers.Real) and callable(item := getattr(value, "item", None)):
-        if math.prod(shape := tuple(getattr(value, "shape", ()))) != 1:
-            raise ValueError(f"it returned a {type(value).__name__} of shape {shape}{where}, which is not a number")
-        value = item()
-    if not isinstance(value, numbers.Real):
-        raise ValueError(f"it returned {value!r:.80}{where}, which is not a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        raise ValueError(f"it returned{where} a number that is too large for a float") from None
-    if not math.isfinite(number):
-        raise ValueError(f"it returned {number}{where}, which is not finite")
-    return number
-
-
 class _SizeLimit:
-    def __init__(self) -> None:
-        self._left = MAX_IN_ALL
+    """Values as JSON: long texts are cut in the middle, and what comes after `most_characters` is left out. as_text: by
+    key, the type of a value that became a text."""
 
-    def mapping(self, value: Mapping[object, object], depth: int) -> dict[str, JSON]:
+    def __init__(self, most_characters: float = MAX_IN_ALL, most_entries: float = _MAX_ENTRIES) -> None:
+        self._left, self._most_entries = most_characters, most_entries
+        self.as_text: dict[str, str] = {}
+
+    def mapping(self, value: Mapping[object, object], depth: int = 0, key: str = "") -> dict[str, JSON]:
+        """key: the outermost one that the mapping is below."""
         found: dict[str, JSON] = {}
-        for key, entry in value.items():
-            if len(found) == _MAX_ENTRIES or self._left <= 0:
+        for own_key, entry in value.items():
+            if len(found) == self._most_entries or self._left <= 0:
                 found[_LEFT_OUT] = len(value) - len(found)
                 break
-            name = str(key)[:200]
+            name = str(own_key)[:200]
             self._left -= len(name)
-            found[name] = self._plain(entry, depth + 1)
+            found[name] = self._plain(entry, depth + 1, key or name)
         return found
 
-    def _plain(self, value: object, depth: int) -> JSON:
+    def _plain(self, value: object, depth: int, key: str) -> JSON:
         self._left -= 4
-        if isinstance(value, bool | float | None):
+        if depth < _MAX_DEPTH and getattr(value, "shape", None) and hasattr(value, "tolist"):
+            with suppress(RuntimeError, TypeError):  # a sparse tensor cannot be iterated over
+                return self._list(value, depth, key)  # type: ignore[arg-type]  # an array has a length and entries
+        value = plain_value(value)
+        if value is None or isinstance(value, bool | float):
             return value
-        if isinstance(value, int):
-            return value if abs(value) < 2**63 else self._text(f"an integer of {value.bit_length():,} bits")
+        if isinstance(value, int) and abs(value) < 2**63:
+            return value
         if isinstance(value, str):
             return self._text(value)
         if isinstance(value, Mapping) and depth < _MAX_DEPTH:
-            return self.mapping(value, depth)
+            return self.mapping(value, depth, key)
         if isinstance(value, list | tuple | set | frozenset) and depth < _MAX_DEPTH:
-            found: list[JSON] = []
-            for entry in value:
-                if len(found) == _MAX_ENTRIES or self._left <= 0:
-                    return [*found, f"{_LEFT_OUT}: {len(value) - len(found):,}"]
-                found.append(self._plain(entry, depth + 1))
-            return found
-        return self._text(f"{value!r:.1000}" if not isinstance(value, Mapping | list | tuple | set) else _LEFT_OUT)
+            return self._list(value, depth, key)
+        self.as_text.setdefault(key, type(value).__name__)
+        if isinstance(value, int):
+            return self._text(f"an integer of {value.bit_length():,} bits")
+        return self._text(_LEFT_OUT if depth >= _MAX_DEPTH else f"{value!r:.1000}")
+
+    def _list(self, value: Collection[object], depth: int, key: str) -> list[JSON]:
+        found: list[JSON] = []
+        for entry in value:
+            if len(found) == self._most_entries or self._left <= 0:
+                return [*found, f"{_LEFT_OUT}: {len(value) - len(found):,}"]
+            found.append(self._plain(entry, depth + 1, key))
+        return found
 
     def _text(self, text: str) -> str:
-        text = shortened(text, min(MAX_TEXT, max(self._left, 100)))
+        if self._left == math.inf:
+            return text
+        text = shortened(text, min(MAX_TEXT, max(int(self._left), 100)))
         self._left -= len(text)
         return text

@@ -5,10 +5,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from decimal import Context, Decimal
 from functools import partial
 from typing import NamedTuple
-
-import numpy as np
 
 from distflow.config.keys.reward import RewardPart
 from distflow.data.messages import prompt_of
@@ -28,9 +27,11 @@ from distflow.rewards.reward_results import (
     Timeout,
     accuracy,
     in_episode,
+    with_value,
 )
 
 OVERLONG = "overlong"
+_DECIMAL = Context(prec=100)
 KINDS = ("calls", "errors", "timeouts")
 """Counts of all calls, as `reward/KIND`."""
 
@@ -50,7 +51,7 @@ class Overlong(NamedTuple):
     factor: float = 1.0
 
     def penalty(self, length: int, limit: int) -> float:
-        """The penalty for a response's number of tokens, from 0 down to −factor, in float32 (arXiv:2503.14476, eq. 13).
+        """The penalty for a response's number of tokens, from 0 down to −factor (arXiv:2503.14476, eq. 13).
 
         Raises ValueError if the buffer exceeds the limit.
         """
@@ -59,7 +60,7 @@ class Overlong(NamedTuple):
         if self.buffer_tokens == 0:
             return 0.0
         excess = (length - (limit - self.buffer_tokens)) / self.buffer_tokens
-        return float(np.float32(-min(max(excess, 0.0), 1.0) * self.factor))
+        return -min(max(excess, 0.0), 1.0) * self.factor
 
 
 @dataclass(frozen=True)
@@ -204,8 +205,9 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         outcome = RewardOutcome(_combine(parts, weights), parts, right)
         failed = not isinstance(outcome.reward_result, Score)
         first = f"{outcome.reward_result} (domain '{sample.domain}')" if failed else ""
-        counts = RewardCounts(1, int(failed), first, _counts(parts, sample.domain))
-        return outcome, RewardCounts(counts=counts.counts) if in_episode.get() else counts
+        as_text = {f"{name}/{key}": kind for name, part in scores.items() for key, kind in part.as_text.items()}
+        counts = RewardCounts(1, int(failed), first, _counts(parts, sample.domain), as_text)
+        return outcome, counts._replace(asked=0, failed=0, first="") if in_episode.get() else counts
 
     def _add(self, counts: Mapping[str, float]) -> None:
         self.call_counts.add(RewardCounts(counts=counts))
@@ -242,14 +244,14 @@ def _combine(parts: Mapping[str, RewardResult], weights: Mapping[str, float]) ->
     own = [part for name, part in parts.items() if name != OVERLONG]
     if all(isinstance(part, Score) and DOES_NOT_APPLY in part.extra for part in own):
         return Error("no reward function scores this response: each returned None for it")
-    total = 0.0
+    total = Decimal(0)  # 0.1 + 0.2 and 0.3 are equal scores
     for name, part in parts.items():
         if isinstance(part, Error):
             return Error(f"{name}: {part.reason}")
         if isinstance(part, Timeout):
             return replace(part, part=name)
-        total += weights[name] * part.value
-    return Score(total, _remarks(parts))
+        total = _DECIMAL.fma(Decimal(repr(weights[name])), Decimal(repr(part.value)), total)
+    return with_value(Score(0.0, _remarks(parts)), float(total))
 
 
 def _remarks(parts: Mapping[str, RewardResult]) -> dict[str, JSON]:

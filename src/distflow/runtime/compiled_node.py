@@ -33,6 +33,7 @@ from distflow.runtime.rollout_loop.user_calls import DeadlinePassed, PlainCalls,
 from distflow.runtime.run_errors_and_limits import BadOutput, NodeError, node_error, output_error
 from distflow.scheduling.data_plan import minibatches
 from distflow.training.engine import LossFn, TrainEngine
+from distflow.user_values import LARGEST_NUMBER
 
 Updated = Callable[[TrainEngine, Batch, dict[str, float], bool], None]
 """(engine, mini-batch, metrics, whether it was the first of the step): called after each optimizer step."""
@@ -303,11 +304,12 @@ class Step:
         return {name: (x, x._version) for name, x in named.items() if isinstance(x, Tensor) and not x.is_inference()}
 
     def _check_finite(self, batch: Batch, names: Iterable[str]) -> None:
-        """Raises NodeError if a user's function wrote NaN or infinity for a sample that has a score."""
+        """Raises NodeError if a user's function wrote a number beyond float32 for a sample that has a score."""
         for name in () if is_ours(self.node.fn) else names:
             values, axis = batch.flat(name), batch.field(name).axis
-            if not isinstance(values, Tensor) or bool((finite := values.isfinite()).all()):
+            if not isinstance(values, Tensor) or not values.is_floating_point():
                 continue
+            finite = values.abs() <= LARGEST_NUMBER
             rows = torch.arange(len(batch)) if axis is Axis.SAMPLE else batch.rows(axis)
             counts = batch.flat("valid")[rows] & (batch.flat("response_mask") > 0 if axis is Axis.RESPONSE else True)
             for place in (~finite & counts).nonzero()[:1, 0].tolist():

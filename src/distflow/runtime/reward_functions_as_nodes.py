@@ -54,7 +54,7 @@ def _columns(scores: list[Score]) -> dict[str, list[float]]:
 
 def _score(i: int, result: object) -> Score:
     try:
-        return Score(*read_score(result))
+        return read_score(result)
     except ValueError as err:
         raise BadOutput(f"was asked to score sample {i} of its group: {err}") from None
 
@@ -90,7 +90,7 @@ def _written(output: object, batch: Batch, before: Mapping[str, object]) -> Node
     written = {name: value for name, value in columns.items() if value is not before.get(name)}
     wide = tuple(batch.mask(Axis.SEQUENCE).shape)
     if all(isinstance(value := written.get(name), Tensor) and tuple(value.shape) == wide for name in SCORE_FIELDS):
-        scores, rewards = (written.pop(name).sum(-1) for name in SCORE_FIELDS)
+        scores, rewards = (written.pop(name).double().sum(-1) for name in SCORE_FIELDS)
         if not scores.equal(rewards):
             raise BadOutput("returned token_level_rewards other than token_level_scores; return one score per sample")
         written["scores"] = scores

@@ -5,7 +5,7 @@ trained on; and groups that fail one after another, which end the run before it 
 
 import errno
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +85,8 @@ class TooManyErrors(UserError):
 
 @dataclass
 class ErrorShare:
-    """Checks the share of reward errors in each step. Warns once, and again whenever the share has doubled.
+    """Checks the share of reward errors in each step. Warns once, and again whenever the share has doubled; and once of
+    each key whose values cannot be stored.
 
     show: called with a reward error, in every step that has one.
     """
@@ -94,11 +95,14 @@ class ErrorShare:
     warn: Callable[[str], None]
     show: Callable[[str], None] = lambda reason: None
     _warned_share: float = field(default=0.0, init=False)
+    _as_text: set[str] = field(default_factory=set, init=False)
 
     def step(self, calls: RewardCounts, step: int) -> dict[str, float]:
         """A step's metrics after all its reward calls, also of dropped groups. step: from 1. Raises TooManyErrors."""
         if calls.first:
             self.show(calls.first)
+        warn_of_texts({key: kind for key, kind in calls.as_text.items() if key not in self._as_text}, self.warn)
+        self._as_text.update(calls.as_text)
         if calls.share > self.max_share:
             raise TooManyErrors(
                 f"{described(calls)} at step {step}, more than reward.max_error_rate={self.max_share:g} allows: "
@@ -122,6 +126,16 @@ def warn_of_errors(calls: RewardCounts, warn: Callable[[str], None]) -> None:
     """Warn after a validation, in which responses with reward errors count as wrong."""
     if calls.share > WARN_ABOVE:
         warn(f"{described(calls)} in a validation, and count as wrong. {_first(calls)}\n{repair_advice(calls.first)}")
+
+
+def warn_of_texts(as_text: Mapping[str, str], warn: Callable[[str], None]) -> None:
+    """Warn of values beside scores of which samples have only a text. as_text: their types by PART/KEY."""
+    for key, kind in sorted(as_text.items()):
+        warn(
+            f"'{escape_control(key, _SHOWN_CHARACTERS, one_line=True)}', returned beside a score, has a value of type "
+            f"{kind}, of which the samples have only a text: return numbers below 2^63, bools, texts, None, lists or "
+            "mappings of them"
+        )
 
 
 def described(calls: RewardCounts) -> str:

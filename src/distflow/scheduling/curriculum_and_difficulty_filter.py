@@ -9,12 +9,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from numbers import Real
 from typing import Any, TypedDict, cast
 
 from distflow.builtin_names import CURRICULA
 from distflow.errors import UserError, nearest
 from distflow.import_target import LoadError, load_function, users_code
+from distflow.user_values import finite_number
 
 PARTS = 10**6
 """Shares are multiples of 1/PARTS, so that a domain's lag stays a short fraction however often they change."""
@@ -193,11 +193,16 @@ def _weights(returned: object, names: list[str], who: str) -> list[Fraction]:
             raise UserError(f"{who} gave a weight to {name!r}, which is not a domain of the run{meant}. {_GO_ON}")
     if missing := [name for name in names if name not in returned]:
         raise UserError(f"{who} gave no weight to '{missing[0]}'; 0 suspends a domain. {_GO_ON}")
+    weights = list[Fraction]()
     for name in names:
-        weight = returned[name]
-        if not isinstance(weight, Real) or not math.isfinite(weight) or weight < 0:
-            raise UserError(f"{who} gave '{name}' the weight {_shown(weight)}, not a finite number ≥ 0. {_GO_ON}")
-    weights = [Fraction(float(returned[name])) for name in names]
+        try:
+            weight = finite_number(returned[name])
+        except ValueError:
+            weight = -math.inf
+        if weight < 0:
+            shown = _shown(returned[name])
+            raise UserError(f"{who} gave '{name}' the weight {shown}, not a finite number ≥ 0. {_GO_ON}")
+        weights.append(Fraction(weight))
     if not any(weights):
         raise UserError(f"{who} gave every domain the weight 0: nothing would be trained on. {_GO_ON}")
     return weights

@@ -28,6 +28,7 @@ from distflow.models.sharding import device_of, fill, whole
 from distflow.models.shared_prefixes_and_buckets import shared_prefixes
 from distflow.training import engine
 from distflow.training.optimizer import Schedule, load_optimizer_state, move_optimizer_state, optimizer_state
+from distflow.user_values import finite_number
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -142,7 +143,8 @@ class RewardModelScorer(TorchScorer, FrozenWeights):
     max_length: int | None
 
     def score(self, batch: Batch) -> list[dict[str, object]]:
-        """For each prompt with its response: `score`, and `cut`, the number of tokens that were cut off."""
+        """For each prompt with its response: `score`, or `error` where the model's is not finite, and `cut`, the number
+        of tokens that were cut off."""
         asked = [messages_of(extra, text) for extra, text in zip(batch["extra_info"], batch["prompts"], strict=True)]
         encoded = [
             encode_text(self.tokenizer, messages, response, self.max_length)
@@ -153,7 +155,14 @@ class RewardModelScorer(TorchScorer, FrozenWeights):
         texts["prompt_ids"] = torch.tensor([token for ids, _ in encoded for token in ids[:-1]], dtype=torch.int64)
         texts["response_ids"] = torch.tensor([ids[-1] for ids, _ in encoded], dtype=torch.int64)
         scores = self.forward(texts, ("text_scores",)).flat("text_scores").tolist()
-        return [{"score": score, "cut": cut} for score, (_, cut) in zip(scores, encoded, strict=True)]
+        return [{**_result(score), "cut": cut} for score, (_, cut) in zip(scores, encoded, strict=True)]
+
+
+def _result(score: float) -> dict[str, object]:
+    try:
+        return {"score": finite_number(score, "the model's score is")}
+    except ValueError as error:
+        return {"error": str(error)}
 
 
 def micro_batches(batch: Batch, max_tokens: int, group: engine.Collective, whole_groups: bool = False) -> list[Tensor]:

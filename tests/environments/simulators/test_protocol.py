@@ -186,7 +186,7 @@ def test_an_unknown_simulator_is_refused(name: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("nan reward", "returned the rewards"),
+        ("nan reward", "returned the reward nan"),
         ("goes on", "went on after the episode's end"),
         ("stops", "executed 1 of 2 actions"),
         ("nan state", "not finite"),

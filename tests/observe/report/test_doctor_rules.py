@@ -138,6 +138,7 @@ FAULTS: dict[str, tuple[str, Plant]] = {
     "length-drift": ("warning", moves(rollout__avg_response_length=lambda value, since: value + 500)),
     "gradient-spike": ("warning", spike),
     "skipped-updates": ("warning", moves(actor__skipped=1.0)),
+    "differences-lost": ("warning", moves(reward__lost_in_float64_frac=0.5)),
     "update-too-large": ("warning", moves(actor__pg_clipfrac=0.5)),
     "sick-engine": ("warning", slow_server),
     "memory-grows": ("warning", moves(memory__process__rollout=lambda value, since: value * (1 + 0.02 * since))),

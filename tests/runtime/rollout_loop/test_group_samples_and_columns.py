@@ -51,7 +51,7 @@ def test_columns_that_somebody_adds_to_the_group_s_batch_are_not_the_group_s() -
 def test_columns_are_read_as_tensors_and_lists_by_their_names_and_aliases() -> None:
     group = group_with_responses()
     group.write({"scores": [1, 0.5], "data_source": ["a", "b"], "reward_extra": [{}, {"k": 1}]})
-    assert isinstance(group["scores"], torch.Tensor) and group["scores"].dtype is torch.float32
+    assert isinstance(group["scores"], torch.Tensor) and group["scores"].dtype is torch.float64
     assert group["scores"].tolist() == [1.0, 0.5]
     assert group["data_source"] == group["domain"] == ["a", "b"] and group["reward_extra"] == [{}, {"k": 1}]
     assert group["index"].tolist() == [0, 0] and group["response_mask"].shape == (2, 4)  # type: ignore[attr-defined]

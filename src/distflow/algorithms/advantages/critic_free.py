@@ -119,7 +119,7 @@ def compute_gdpo_advantage(
         advantages = group_estimator_base.on_tokens(whitened, response_mask)
     else:
         spread = summed[:, None].expand(response_mask.shape)
-        advantages = masked_whiten(spread, group_estimator_base.counted_tokens(response_mask, valid), reduce).float()
+        advantages = masked_whiten(spread, group_estimator_base.counted_tokens(response_mask, valid), reduce)
     return advantages, advantages.clone()
 
 
@@ -223,7 +223,7 @@ def compute_grpo_turns_advantage(
     peers = torch.as_tensor(group_index)[:, None] * num_turns + torch.arange(num_turns, device=returns.device)
     rule = replace(grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon), alone="zero")
     found = group_estimator_base.group_advantage(returns.flatten(), peers.flatten(), rule, is_there.flatten())
-    advantages = group_estimator_base.on_turns(found.view_as(returns), index).float()
+    advantages = group_estimator_base.on_turns(found.view_as(returns), index)
     return advantages, advantages.clone()
 
 
@@ -237,9 +237,7 @@ def compute_reinforce_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor | None = None, *, gamma: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Reward to go of each policy token; returns are the same. Tokens between the policy's pass it on undiscounted."""
-    returns = rewards_to_go(
-        token_level_rewards, group_estimator_base.counted_tokens(response_mask, valid), gamma
-    ).float()
+    returns = rewards_to_go(token_level_rewards, group_estimator_base.counted_tokens(response_mask, valid), gamma)
     return returns, returns.clone()
 
 
@@ -259,7 +257,7 @@ def compute_reinforce_plus_plus_advantage(
     """Rewards to go of the policy's tokens, whitened over the global batch of valid samples; returns are unwhitened."""
     mask = group_estimator_base.counted_tokens(response_mask, valid)
     returns = rewards_to_go(token_level_rewards, mask, gamma)
-    return masked_whiten(returns, mask, reduce).float(), returns.float()
+    return masked_whiten(returns, mask, reduce), returns
 
 
 @register_adv_est(
@@ -282,7 +280,7 @@ def compute_reinforce_plus_plus_baseline_advantage(
     scores = group_estimator_base.sample_scores(token_level_rewards, response_mask)
     centred = group_estimator_base.group_advantage(scores, group_index, group_estimator_base.GroupRule(), valid)
     spread = centred[:, None].expand(response_mask.shape)
-    advantages = masked_whiten(spread, group_estimator_base.counted_tokens(response_mask, valid), reduce).float()
+    advantages = masked_whiten(spread, group_estimator_base.counted_tokens(response_mask, valid), reduce)
     return advantages, advantages.clone()
 
 
@@ -295,7 +293,7 @@ def compute_remax_advantage(
     mask = group_estimator_base.counted_tokens(response_mask, valid)
     returns = rewards_to_go(token_level_rewards, mask, 1.0)
     advantages = under_mask(returns - reward_baselines.double()[:, None], mask)
-    return advantages.float(), returns.float()
+    return advantages, returns
 
 
 RLOO = group_estimator_base.GroupRule(leave_one_out=True, alone="zero")

@@ -97,7 +97,7 @@ def compute_gae_advantage(
         advantages, returns = (on_turns(sum_by_turn(each, turn_index), turn_index) for each in (advantages, returns))
     if whiten:
         advantages = masked_whiten(advantages, tokens, reduce)
-    return advantages.float(), returns.float()
+    return advantages, returns
 
 
 def _describe_agents(gamma: float, lam: float, bootstrap_truncated: bool, whiten: bool) -> str:

@@ -61,10 +61,16 @@ class Groups:
         """bool: all valid samples of the group have the same value."""
         return self.max(values) == -self.max(-values)
 
+    def near_mean(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """(values − m, m), m being their mean up to its rounding; 0 for invalid samples. Differences of large values
+        are exact, the mean of which is not."""
+        mean = self.sum(values) / self.size.clamp(min=1)
+        return under_mask(values.double() - mean, self.valid), mean
+
     def std(self, values: Tensor) -> Tensor:
         """The unbiased standard deviation; 0 in a group of one, and exactly 0 if all values are equal."""
-        mean = self.sum(values) / self.size.clamp(min=1)
-        variance = self.sum((values.double() - mean) ** 2) / (self.size - 1).clamp(min=1)
+        near, _ = self.near_mean(self.near_mean(values)[0])
+        variance = self.sum(near**2) / (self.size - 1).clamp(min=1)
         return torch.where(self.all_equal(values), torch.zeros_like(variance), variance.sqrt())
 
 
@@ -83,20 +89,21 @@ def group_advantage(
     """
     groups = Groups(group_index, valid)
     scores = under_mask(scores.double(), groups.valid)
+    near, middle = groups.near_mean(scores)
     weights = torch.ones_like(scores)
     if rule.baseline == "length_weighted_mean":
         assert lengths is not None
         weights = lengths.double()
-    total, weight = groups.sum(weights * scores), groups.sum(weights)
+    total, weight = groups.sum(weights * near), groups.sum(weights)
     if rule.leave_one_out:
-        total, weight = total - weights * scores, weight - weights
-    baseline = torch.where(weight > 0, total / weight.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+        total, weight = total - weights * near, weight - weights
+    baseline = torch.where(weight > 0, total / weight.clamp(min=torch.finfo(torch.float64).tiny), -middle)
     scale = torch.ones_like(scores)
     if rule.scale == "std":
         scale = groups.std(scores) + rule.epsilon
     elif rule.scale == "batch_std":
         scale = masked_var(scores, groups.valid, reduce).sqrt() + rule.epsilon
-    advantage = torch.where(groups.all_equal(scores), torch.zeros_like(scores), (scores - baseline) / scale)
+    advantage = torch.where(groups.all_equal(scores), torch.zeros_like(scores), (near - baseline) / scale)
     alone = scores / (1.0 + rule.epsilon if rule.scale == "std" else 1.0)
     if rule.alone == "zero":
         alone = torch.zeros_like(scores)
@@ -129,15 +136,15 @@ def counted_tokens(response_mask: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def on_last_token(values: Tensor, response_mask: Tensor) -> Tensor:
-    """One value per sample `(bs,)` on the last of its policy tokens, float32 `(bs, response_length)`, 0 elsewhere."""
+    """One value per sample `(bs,)` on the last of its policy tokens, float64 `(bs, response_length)`, 0 elsewhere."""
     keep = response_mask > 0
     is_last = keep & (keep.flip(-1).cumsum(dim=-1).flip(-1) == 1)
     return on_tokens(values, is_last)
 
 
 def on_tokens(advantage: Tensor, response_mask: Tensor) -> Tensor:
-    """One value per sample `(bs,)` spread over its policy tokens, float32 `(bs, response_length)`, 0 elsewhere."""
-    return under_mask(advantage[:, None].expand(response_mask.shape), response_mask).float()
+    """One value per sample `(bs,)` spread over its policy tokens, float64 `(bs, response_length)`, 0 elsewhere."""
+    return under_mask(advantage.double()[:, None].expand(response_mask.shape), response_mask)
 
 
 def sum_by_turn(values: Tensor, turn_index: Tensor) -> Tensor:

@@ -13,7 +13,14 @@ import torch
 
 from distflow.algorithms.registry import find_adv_est
 from distflow.audit.audited_step.groups_responses_and_masks import functions_of, in_baselines
-from distflow.audit.audited_step.normalization_formulas import finished_advantages, mean, std, whitened, whitening
+from distflow.audit.audited_step.normalization_formulas import (
+    above_mean,
+    finished_advantages,
+    mean,
+    std,
+    whitened,
+    whitening,
+)
 from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, check_close, doubles, is_builtin
 from distflow.audit.recorded_step import RecordedStep, by_group_of, conversations_of
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
@@ -254,7 +261,7 @@ def _grpo_value(
         if max(scores) == min(scores):
             return 0.0
         deviation = {"group": std(scores) + epsilon, "batch": of_batch + epsilon, "none": 1.0}[scale]
-        return (own - mean(scores)) / deviation
+        return above_mean(own, scores) / deviation
 
     return value
 
@@ -291,15 +298,16 @@ def _by_sample(value: SampleValue) -> Formula:
 
 def _rloo(sample: Sample, group: list[Sample], options: Options) -> float:
     others = [_score(other) for other in group if other is not sample]
-    return _score(sample) - mean(others) if others else 0.0
+    return above_mean(_score(sample), others) if others else 0.0
 
 
 def _opo(sample: Sample, group: list[Sample], options: Options) -> float:
     if len(group) == 1:
         return _score(sample)
-    lengths = [sum(m > 0 for m in other["response_mask"].tolist()) for other in group]
-    weighted = math.fsum(length * _score(other) for length, other in zip(lengths, group, strict=True))
-    return _score(sample) - (weighted / sum(lengths) if sum(lengths) else 0.0)
+    own, lengths = _score(sample), [sum(m > 0 for m in other["response_mask"].tolist()) for other in group]
+    if not sum(lengths):
+        return own
+    return math.fsum(n * (own - _score(other)) for n, other in zip(lengths, group, strict=True)) / sum(lengths)
 
 
 def _passk(sample: Sample, group: list[Sample], options: Options) -> float:
@@ -312,7 +320,7 @@ def _passk(sample: Sample, group: list[Sample], options: Options) -> float:
 
 def _centred(sample: Sample, group: list[Sample], options: Options) -> float:
     """The score minus the group's mean; the score itself for a single sample."""
-    return _score(sample) - mean([_score(other) for other in group]) if len(group) > 1 else _score(sample)
+    return above_mean(_score(sample), [_score(other) for other in group]) if len(group) > 1 else _score(sample)
 
 
 def _gpg(samples: Sequence[Sample], options: Options) -> Rows:
@@ -360,7 +368,7 @@ def _grpo_turns(samples: Sequence[Sample], options: Options) -> Rows:
                 if int(other["group_index"]) == int(sample["group_index"]) and len(theirs) > turn
             ]
             scale = std(peers) + options["adv_epsilon"] if options["norm_adv_by_std_in_grpo"] else 1.0
-            value = (own[turn] - mean(peers)) / scale if max(peers) > min(peers) else 0.0
+            value = above_mean(own[turn], peers) / scale if max(peers) > min(peers) else 0.0
             for place in places:
                 row[place] = value
         rows.append(row)

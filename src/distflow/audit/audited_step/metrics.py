@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from distflow.audit.audited_step.node_and_queue_metrics import NOT_RECOMPUTED, between, merged, parts_of
+from distflow.audit.audited_step.normalization_formulas import centred
 from distflow.audit.check import Sample, Wrong, check, doubles
 from distflow.audit.recorded_step import RecordedStep, conversations_of
 from distflow.config.keys.reward import scoring_models
@@ -97,7 +98,7 @@ def _check_throughput(recorded: RecordedStep) -> None:
     "each row of the samples file matches its sample: texts, domain, scores, errors, lengths, versions, accuracy, mean "
     "advantage, share of masked tokens",
     needs="a step that is audited",
-    limit=f"{LIMIT:g}",
+    limit=f"{LIMIT:g} relative",
 )
 def audit_sample_rows(recorded: RecordedStep) -> str | None:
     batch = recorded.batch
@@ -118,7 +119,8 @@ def audit_sample_rows(recorded: RecordedStep) -> str | None:
             wanted["masked"] = 1.0 - of_policy["loss_mask"] / number
         for name, expected in wanted.items():
             found = row[name]
-            is_close = isinstance(expected, float) and isinstance(found, float) and abs(found - expected) <= LIMIT
+            is_close = isinstance(expected, float) and isinstance(found, float)
+            is_close = is_close and abs(found - expected) <= LIMIT * max(abs(expected), 1.0)
             if found != expected and not is_close and repr(found) != repr(expected):  # NaN is not equal to itself
                 raise Wrong(
                     f"the samples file has {found!r} as the {name} of sample {sample['uid']}, but it is {expected!r}: "
@@ -228,9 +230,8 @@ def _of_scores(scored: Sequence[tuple[float, float]]) -> Iterator[tuple[str, flo
     scores, groups = [score for score, _ in scored], defaultdict[float, list[float]](list)
     if not scores:
         return
-    mean = math.fsum(scores) / len(scores)
-    yield "reward/mean_score", mean
-    yield "reward/std", math.sqrt(math.fsum((score - mean) ** 2 for score in scores) / len(scores))
+    yield "reward/mean_score", math.fsum(scores) / len(scores)
+    yield "reward/std", math.sqrt(math.fsum(each**2 for each in centred(scores)) / len(scores))
     yield "reward/max", max(scores)
     yield "reward/min", min(scores)
     for score, group in scored:

@@ -18,12 +18,24 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else 0.0
 
 
+def above_mean(value: float, values: Sequence[float]) -> float:
+    """The value minus the mean, from differences, which are exact for values that hardly differ."""
+    return math.fsum(value - other for other in values) / len(values)
+
+
+def centred(values: Sequence[float]) -> list[float]:
+    """The values minus their mean, which is rounded: so is what it leaves, but by less."""
+    middle = mean(values)
+    near = [value - middle for value in values]
+    rest = mean(near)
+    return [value - rest for value in near]
+
+
 def std(values: Sequence[float]) -> float:
     """The unbiased standard deviation; exactly 0 if all values are equal, or there is only one."""
     if len(values) < 2 or max(values) == min(values):
         return 0.0
-    middle = mean(values)
-    return math.sqrt(math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1))
+    return math.sqrt(math.fsum(v**2 for v in centred(values)) / (len(values) - 1))
 
 
 def whitening(values: Sequence[float]) -> float:
@@ -34,11 +46,8 @@ def whitening(values: Sequence[float]) -> float:
 def whitened(rows: Rows, counts: Sequence[Sequence[bool]]) -> Rows:
     """Whitened over all values that count; 0 for the others."""
     counted = [v for row, own in zip(rows, counts, strict=True) for v, c in zip(row, own, strict=True) if c]
-    middle, scale = mean(counted), whitening(counted)
-    return [
-        [(v - middle) * scale if c else 0.0 for v, c in zip(row, own, strict=True)]
-        for row, own in zip(rows, counts, strict=True)
-    ]
+    left, scale = iter(centred(counted)), whitening(counted)
+    return [[next(left) * scale if c else 0.0 for c in own] for own in counts]
 
 
 def normalized(
@@ -133,17 +142,18 @@ def _centred(values: Values, pools: Pools, norm: NormConfig, moments: Moments | 
         assert moments is not None
         return {place: value - moments["mean"] for place, value in values.items()}
     once = {id(pool): pool for pool in pools.values()}
-    sums = {key: math.fsum(values[p] for p in pool) for key, pool in once.items()}
+    middles = {key: mean([values[p] for p in pool]) for key, pool in once.items()}
+    sums = {key: math.fsum(values[p] - middles[key] for p in pool) for key, pool in once.items()}
     equal = {key: len(pool) > 1 and len({values[p] for p in pool}) == 1 for key, pool in once.items()}
     found = {}
     for place, value in values.items():
         pool = pools[place]
-        total, count = sums[id(pool)], len(pool)
+        total, count, near = sums[id(pool)], len(pool), value - middles[id(pool)]
         middle = total / count
         if norm.mean_leave1out:
-            middle = (total - value) / (count - 1) if count > 1 else 0.0
-            middle = value if _is_one_sample(pool, norm.mean_level) else middle
-        found[place] = 0.0 if equal[id(pool)] else value - middle
+            middle = (total - near) / (count - 1) if count > 1 else -middles[id(pool)]
+            middle = near if _is_one_sample(pool, norm.mean_level) else middle
+        found[place] = 0.0 if equal[id(pool)] else near - middle
     return found
 
 

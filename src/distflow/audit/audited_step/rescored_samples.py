@@ -18,7 +18,6 @@ from typing import Any
 
 from distflow.algorithms.normalization_filters_and_weights import ALL_EQUAL, MEAN_TOO_HIGH, MEAN_TOO_LOW, TOO_FEW_SCORES
 from distflow.audit.audited_step.groups_responses_and_masks import (
-    ROUNDING,
     accuracies,
     filtered_values,
     functions_of,
@@ -38,7 +37,7 @@ from distflow.rewards.load_and_call_reward_functions import CONVERSATION, FAILS,
 from distflow.rewards.pool.faulty_test_functions import ECHO, echo
 from distflow.rewards.reward_results import RewardResult, Score
 
-LIMIT = 1e-4
+LIMIT, LEAST_GAP = 1e-4, 1e-9
 MOST, FEW, MOST_RANKED = 16, 2, 4
 RANKED = ("grpo", "gspo", "cpgd", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
 """Estimators with which a better score is a larger advantage than that of another sample of the group."""
@@ -120,7 +119,7 @@ def _check_dropped(recorded: RecordedStep, record: GroupRecord, reason: str, bat
     scored = [sample for sample in part.samples if sample["valid"] and sample.get("reward_errors") is None]
     values, (low, high) = filtered_values(settings.metric, part.samples), settings.mean_range or (-math.inf, math.inf)
     mean, number = math.fsum(values) / max(len(values), 1), record.prompt_group.group_id
-    if reason == ALL_EQUAL and max(values, default=0.0) - min(values, default=0.0) > ROUNDING:
+    if reason == ALL_EQUAL and max(values, default=0.0) != min(values, default=0.0):
         what = f"for one {settings.metric} on all its samples, but has {sorted(set(values))}"
         raise Wrong(f"group {number} was dropped {what}")
     near = rounding_of_mean(recorded)
@@ -182,7 +181,7 @@ def audit_ranks(recorded: RecordedStep) -> str | None:
         advantages, counts = (batch.flat(name)[first].tolist() for name in ("advantages", "loss_mask"))
         every = zip(scores.values(), advantages, scores, counts, strict=True)
         for (low, less, *_), (high, more, row, _) in pairwise(sorted(each for each in every if each[-1] > 0)):
-            if high - low > LIMIT * max(abs(high), 1.0) and not less < more:
+            if high - low > LEAST_GAP * max(abs(high), 1.0) and not less < more:
                 raise Wrong(
                     f"sample {batch['uid'][row]} has the score {high:g} by its reward functions and the advantage "
                     f"{more:g}, but another of its group the lower score {low:g} and the advantage {less:g}: scores or "
@@ -336,10 +335,11 @@ def _own_accuracy(recorded: RecordedStep, record: GroupRecord, sample: Sample) -
     text = _arguments(recorded, sample)["solution_str"]
     given = [(name, own) for name, call, own in record.scored if call.get("solution_str") == text]
     stated = accuracies(parts_of_domain(recorded.config, sample["domain"]), given)
-    if stated and not any(abs(float(sample["acc"]) - each) <= LIMIT for each in stated):
+    if stated and not any(abs(float(sample["acc"]) - each) <= LIMIT * max(abs(each), 1.0) for each in stated):
         raise Wrong(
             f"sample {sample['uid']} has the accuracy {float(sample['acc']):g}, but the reward function that decides "
-            f"it gave {', '.join(f'{each:g}' for each in stated)}: it is another sample's or another function's"
+            f"it gave {', '.join(f'{each:g}' for each in stated)}: it was taken from another sample or function, or "
+            "changed on the way into the batch"
         )
 
 

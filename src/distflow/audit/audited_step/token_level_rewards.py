@@ -4,6 +4,7 @@ score minus the KL, times the coefficient of the config or the controller."""
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -26,20 +27,27 @@ from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import on_error_of, scoring_models
 from distflow.rewards.reward_results import Score
 
+EXACT = 1e-9
+"""Relative: scores are float64, also those that hardly differ. Sums of rewards after a normalisation have `LIMIT`."""
+
 
 @check(
     "rewards",
     "a sample's score is the weighted sum of its own scores and the overlong penalty, or the workflow's result, on "
     "its last token; each turn's own reward is on that turn's last token; token rewards are scores minus KL penalty",
     needs="scores of the built-in reward nodes",
-    limit=f"{LIMIT:g} relative",
+    limit=f"{EXACT:g} relative; {LIMIT:g} for normalised rewards",
 )
 def audit_rewards(recorded: RecordedStep) -> str | None:
     if not recorded.is_ours("scores"):
         return "a user's node writes the scores" if recorded.is_written("scores") else NOT_APPLICABLE
     recorded = recorded.everyone
     scored = [sample for sample in recorded.samples if sample["valid"]]
-    check_close(scored, "token_level_scores", [_on_tokens(recorded, each) for each in scored], LIMIT, _by_its_scores)
+    expected = [_on_tokens(recorded, each) for each in scored]
+    limit = EXACT
+    if recorded.is_written("turn_index"):  # turns have multiples of a unit, by the largest score of the group
+        limit += 2.0**-50 * max((abs(value) for row in expected for value in row), default=0.0)
+    check_close(scored, "token_level_scores", expected, limit, _by_its_scores)
     for sample in scored:
         _same_baseline(recorded, sample)
         _own_scores(recorded, sample)
@@ -111,7 +119,8 @@ def _check_processed(
     if algorithm.whiten_rewards:
         rows = whitened(rows, counts)
     scored = [(sample, row) for sample, row in zip(samples, rows, strict=True) if sample["valid"]]
-    check_close([each for each, _ in scored], "token_level_rewards", [row for _, row in scored], LIMIT, _by_its_scores)
+    limit = LIMIT if is_on(algorithm.reward_norm) or algorithm.whiten_rewards else EXACT
+    check_close([each for each, _ in scored], "token_level_rewards", [row for _, row in scored], limit, _by_its_scores)
     return None
 
 
@@ -258,12 +267,15 @@ def audit_totals(recorded: RecordedStep) -> str | None:
     numbers = zip(batch["valid"].tolist(), scores.tolist(), lengths.tolist(), strict=True)
     for (uid, domain, parts, error), (valid, found, length) in zip(columns, numbers, strict=True):
         if valid and error is None and length:
+            size = 1.0
             if has_workflow:
                 wanted = _total(recorded, episodes[uid])
+                size += abs(wanted)
             else:
-                wanted = sum(part.weight * parts.get(part.name, 0.0) for part in parts_of_domain(config, domain))
-                wanted += _overlong(recorded, domain, length)
-            if not abs(found - wanted) <= LIMIT * max(abs(wanted), 1.0):
+                every = [part.weight * parts.get(part.name, 0.0) for part in parts_of_domain(config, domain)]
+                wanted = math.fsum([*every, _overlong(recorded, domain, length)])
+                size = max([size, *map(abs, every)])
+            if not abs(found - wanted) <= EXACT * size:
                 raise Wrong(
                     f"sample {uid} has the score {found:g}, but the weighted sum of its parts {dict(parts)} is "
                     f"{wanted:g}: something is added, left out or weighted otherwise than in reward.functions, or than "
@@ -287,7 +299,7 @@ def _total(recorded: RecordedStep, sample: Sample) -> float:
         total = _returned(sample, record)
     else:
         every = dict.fromkeys(does_not_apply(sample), 0.0) | parts
-        total = sum(every.get(name, math.nan) * weight for name, weight in weights.items())
+        total = _sum_of_parts({name: every.get(name, math.nan) for name in weights}, weights)
         total += _overlong(recorded, sample["domain"], len(sample["response_ids"]))
     if rollout.workflow == "multi_turn":
         of_policy = torch.cat([torch.zeros(1), sample["response_mask"]]) > 0
@@ -300,6 +312,13 @@ def _total(recorded: RecordedStep, sample: Sample) -> float:
         models = scoring_models(recorded.config.reward_model, sample["domain"]).items()
         total += sum(parts.get(name, math.nan) * model.weight for name, model in models)
     return total
+
+
+def _sum_of_parts(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Weighted, and exact in the decimals of the numbers; NaN if a part is missing."""
+    if any(map(math.isnan, parts.values())):
+        return math.nan
+    return float(sum(Fraction(repr(value)) * Fraction(repr(weights[name])) for name, value in parts.items()))
 
 
 def _returned(sample: Sample, record: GroupRecord) -> float:

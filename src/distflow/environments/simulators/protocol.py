@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from distflow.environments.environment_adapters import find_registered, is_registered
 from distflow.import_target import load
+from distflow.user_values import finite_number
 
 BUILTIN = {"gridreach": "distflow.environments.simulators.gridreach:GridReach"}
 Images = Mapping[str, NDArray[np.uint8]]
@@ -95,7 +96,7 @@ class GymnasiumSimulator:
             observation, reward, terminated, truncated, info = self._env.step(action)
             success = bool(info.get("is_success", info.get("success", False)))
             terminated = bool(terminated) or (success and self._ends_at_success)
-            steps.append((float(reward), terminated, bool(truncated), success))
+            steps.append((reward, terminated, bool(truncated), success))
             if terminated or truncated:
                 break
         rewards, ends, cuts, won = map(list, zip(*steps, strict=True))
@@ -195,8 +196,8 @@ def check_result(result: ChunkResult, num_actions: int) -> None:
     steps = len(result.rewards)
     if any(len(column) != steps for column in result[:4]) or not 1 <= steps <= num_actions:
         raise ValueError(f"step returned {[len(column) for column in result[:4]]} entries for {num_actions} actions")
-    if not np.isfinite(result.rewards).all():
-        raise ValueError(f"step returned the rewards {result.rewards}")
+    for reward in result.rewards:
+        finite_number(reward, "step returned the reward")
     ended = [one or other for one, other in zip(result.terminated, result.truncated, strict=True)]
     if any(ended[:-1]):
         raise ValueError(f"step went on after the episode's end: it ended at {ended.index(True) + 1} of {steps} steps")

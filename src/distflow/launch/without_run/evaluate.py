@@ -14,7 +14,7 @@ from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.engines_and_services import build_resources
 from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
-from distflow.runtime.run_errors_and_limits import warn_of_errors
+from distflow.runtime.run_errors_and_limits import warn_of_errors, warn_of_texts
 from distflow.runtime.spec import Factory, Spec
 from distflow.runtime.step_metrics import SampleRows
 from distflow.runtime.validation import Validator, validation_loss
@@ -70,7 +70,9 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
         sender = WeightSender(actor, weights, dtype, sends=sends, canary=canary, session=session)
         sender.sync(Version(0, 0), at_start=True)
         results = session.call(validator.run(0))
-        warn_of_errors(rollout_loop.call_counts.take(VALIDATION), say)
+        counts = rollout_loop.call_counts.take(VALIDATION)
+        warn_of_errors(counts, say)
+        warn_of_texts(counts.as_text, say)
     return Evaluation(results.metrics(), results.rows, results.num_prompts())
 
 

@@ -422,6 +422,25 @@ def _skipped(h: History) -> str | None:
 
 
 @register_doctor_rule(
+    "differences-lost",
+    ("reward/mean_score",),
+    advice="Scores are too large for their differences: subtract what all of a prompt's scores share, or divide them.",
+    enough=1,
+    opens=1,
+)
+def _lost(h: History) -> str | None:
+    groups, samples = h.now("reward/lost_in_float64_frac", 0.0), h.now("reward/lost_in_float32_frac", 0.0)
+    if groups > 0:
+        return f"In {groups:.0%} of the groups float64 does not hold the differences of the scores."
+    if samples > 0:
+        return (
+            f"Of {samples:.0%} of the samples float32 does not hold the advantage: its square is beyond the range, or "
+            "it equals that of a sample of the group with another score."
+        )
+    return None
+
+
+@register_doctor_rule(
     "update-too-large",
     ("actor/pg_clipfrac", "actor/ppo_kl"),
     advice="One step moves the policy too far: lower the learning rate, or use fewer passes and larger mini-batches.",

@@ -40,6 +40,7 @@ from distflow.pipelines.nodes.settings_by_domain import algorithm_node, by_domai
 from distflow.rewards.reward_results import RIGHT
 from distflow.runtime.compiled_node import NodeContext, compile_inputs
 from distflow.training.engine import Collective
+from distflow.user_values import LARGEST_NUMBER
 
 
 def changes_rewards(algorithm: AlgorithmConfig) -> bool:
@@ -111,7 +112,7 @@ def normalize_rewards(
     reward_shift: float,
     reward_scale: float,
 ) -> NodeOutput:
-    """Scores shifted, multiplied and normalised: one reward per sample, on its last policy token, float32 `(bs,
+    """Scores shifted, multiplied and normalised: one reward per sample, on its last policy token, float64 `(bs,
     response_length)`. A KL penalty is subtracted afterwards.
 
     Running moments are the node's state, so that a resumed run continues with them.
@@ -180,10 +181,10 @@ def apply_kl_penalty(
 @algorithm_node(lambda algorithm: algorithm.whiten_rewards)
 @node(writes="token_level_rewards")
 def whiten_rewards(token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor, reduce: Collective) -> Tensor:
-    """float32 `(bs, response_length)`: mean 0 and variance 1 over the policy's tokens of all valid samples, even masked
+    """float64 `(bs, response_length)`: mean 0 and variance 1 over the policy's tokens of all valid samples, even masked
     ones (alibaba/ROLL leaves these out here too); 0 elsewhere."""
     counted = (response_mask > 0) & valid.bool()[:, None]
-    return masked_whiten(token_level_rewards, counted, reduce).float()
+    return masked_whiten(token_level_rewards, counted, reduce)
 
 
 @node_factory
@@ -214,7 +215,7 @@ def compute_advantage(config: Config) -> Callable[..., object]:
 
 
 class NotFinite(UserError):
-    """A user's estimator returned NaN or infinity. everywhere: for all tokens."""
+    """A user's estimator returned NaN, or a number beyond float32. everywhere: for all tokens."""
 
     def __init__(self, everywhere: bool, message: str):
         super().__init__(message)
@@ -222,16 +223,16 @@ class NotFinite(UserError):
 
 
 def _finite(estimator: AdvEstimator) -> Callable[..., object]:
-    """The user's function, which raises UserError for NaN and infinity."""
+    """The user's function, which raises UserError for NaN, and numbers beyond float32."""
 
     @wraps(estimator.fn)
     def call(*args: Any, **kwargs: Any) -> object:
         returned = estimator.fn(*args, **kwargs)
         mask = inspect.signature(estimator.fn).bind(*args, **kwargs).arguments.get("response_mask")
         for tensor in returned if isinstance(returned, tuple) else ():
-            if isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 counts = mask > 0 if mask is not None and mask.shape == tensor.shape else torch.ones_like(tensor).bool()
-                if num_bad := int((~tensor.isfinite() & counts).sum()):
+                if num_bad := int((~(tensor.abs() <= LARGEST_NUMBER) & counts).sum()):
                     raise NotFinite(
                         num_bad == int(counts.sum()),
                         f"algorithm.adv_estimator={estimator.name} ({shown_name(estimator.fn)}) returned NaN or "
@@ -256,9 +257,9 @@ def normalize_advantages(
     *,
     adv_norm: Mapping[str, Any],
 ) -> Tensor:
-    """float32 `(bs, response_length)`; the critic's returns are unchanged."""
+    """float64 `(bs, response_length)`; the critic's returns are unchanged."""
     norm = Normalization(**adv_norm)
-    return norm(advantages, response_mask, group_index, valid, episode_index, reduce).float()
+    return norm(advantages, response_mask, group_index, valid, episode_index, reduce)
 
 
 @algorithm_node(lambda algorithm: algorithm.advantage_clip is not None)
@@ -283,13 +284,13 @@ def weigh_samples(
     difficulty_weight: Band | None,
     length_weight: Band | None,
 ) -> Tensor:
-    """Advantages times weights with mean 1 over the valid samples: float32 `(bs, response_length)`."""
+    """Advantages times weights with mean 1 over the valid samples: float64 `(bs, response_length)`."""
     weights = torch.ones(len(valid), dtype=torch.float64)
     if difficulty_weight is not None:
         weights = weights * difficulty_weights(share_right(acc, group_index, valid), difficulty_weight)
     if length_weight is not None:
         weights = weights * length_weights((response_mask > 0).sum(dim=-1), valid, length_weight, reduce)
-    return (advantages.double() * with_mean_one(weights, valid, reduce)[:, None]).float()
+    return advantages * with_mean_one(weights, valid, reduce)[:, None]
 
 
 @node_factory

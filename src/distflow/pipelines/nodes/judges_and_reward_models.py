@@ -1,6 +1,7 @@
 """Nodes of models that score as engines of the run: one for each reward model or judge, and one that adds their results
 to the scores of the reward functions."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -21,6 +22,7 @@ from distflow.runtime.rollout_loop.group_samples_and_columns import rows_by_grou
 from distflow.runtime.run_errors_and_limits import TooManyErrors
 from distflow.training.engine import Collective
 from distflow.training.torch_engine import RewardModelScorer
+from distflow.user_values import finite_number
 
 Answer = Mapping[str, Any]
 """A model's result for a response: `score` or `error`, and further entries."""
@@ -53,42 +55,44 @@ def ask_model(
 @node_factory
 @node(role=NodeRole.REWARD)
 def add_model_scores(config: Config) -> Callable[..., object]:
-    """Add the scores of all models, times their weights, to those of the reward functions. A sample that a judge did
+    """Add the scores of all models, times their weights, to those of the reward functions. A sample that a model did
     not score has a reward error, handled by `reward.on_error`, except that groups cannot be dropped here."""
     models = scoring_models(config.reward_model)
-    judged = ("valid", "reward_errors", "reward_extra") if any(model.judge for model in models.values()) else ()
-    reads = {"response_mask", "scores", "reward_parts", "reward_errors", *map(_column, models), *judged}
-    writes = ("scores", "reward_parts", *judged, *SCORE_FIELDS)
+    changed = ("scores", "valid", "reward_parts", "reward_errors", "reward_extra")
+    reads = {"response_mask", *changed, *map(_column, models)}
+    writes = (*changed, *SCORE_FIELDS)
 
     @node(reads=(*sorted(reads), "group_index", "domain", "?turn_index", "?token_level_scores"), writes=writes)
     def add(batch: Batch, reduce: Collective) -> NodeOutput:
         said = {name: batch[_column(name)] for name in models}
         unscored, scores = [error is None for error in batch["reward_errors"]], batch["scores"].clone()
         failed = _failed(said, unscored)
+        for row in (row for row in range(len(batch)) if unscored[row] and row not in failed):
+            of_models = math.fsum(model.weight * said[name][row].get("score", 0.0) for name, model in models.items())
+            try:
+                scores[row] = finite_number(float(scores[row]) + of_models, "its score with those of the models is")
+            except ValueError as error:
+                failed[row] = str(error)
         _check_share(reduce.sum({"failed": float(len(failed)), "asked": float(sum(unscored))}), failed, config)
         parts = [dict(each) for each in batch["reward_parts"]]
         for row in (row for row in range(len(batch)) if unscored[row]):
             parts[row] |= {name: answers[row]["score"] for name, answers in said.items() if "score" in answers[row]}
-            if row not in failed:
-                scores[row] += sum(model.weight * said[name][row].get("score", 0.0) for name, model in models.items())
-        found = {"scores": scores, "reward_parts": parts}
-        if judged:
-            extra = [dict(each) for each in batch["reward_extra"]]
-            for row, name in product(range(len(batch)), said):
-                extra[row] |= {name: said[name][row]["reason"]} if "reason" in said[name][row] else {}
-            found |= _with_errors(batch, scores, failed, config) | {"reward_extra": extra}
+        extra = [dict(each) for each in batch["reward_extra"]]
+        for row, name in product(range(len(batch)), said):
+            extra[row] |= {name: said[name][row]["reason"]} if "reason" in said[name][row] else {}
+        found = {"scores": scores, "reward_parts": parts, "reward_extra": extra}
+        found |= _with_errors(batch, scores, failed, config)
         placed = on_last_token(scores, batch["response_mask"])
         if "turn_index" in batch:  # turns keep their rewards
             added = on_last_token(scores - batch["scores"], batch["response_mask"])
             alone = torch.tensor([row in failed for row in range(len(batch))])  # has the score of `on_error`, or none
             placed = torch.where(alone[:, None], placed, batch["token_level_scores"] + added)
         found |= dict.fromkeys(SCORE_FIELDS, placed)
-        counts = {
-            f"reward/{'errors' if model.judge else 'cut'}/{name}": float(
-                sum(bool(each.get("error") or each.get("cut")) for each in said[name])
-            )
-            for name, model in models.items()
-        }
+        counts = dict[str, float]()
+        for name, model in models.items():
+            counts[f"reward/errors/{name}"] = float(sum("error" in each for each in said[name]))
+            if not model.judge:
+                counts[f"reward/cut/{name}"] = float(sum(bool(each.get("cut")) for each in said[name]))
         return NodeOutput(found, counts)
 
     return add
@@ -108,7 +112,7 @@ def _check_share(counts: Mapping[str, float], failed: Mapping[int, str], config:
     if counts["failed"] > config.reward.max_error_rate * counts["asked"]:
         first = f" The first here said: {next(iter(failed.values()))}" if failed else ""
         raise TooManyErrors(
-            f"judges did not score {counts['failed']:.0f} of {counts['asked']:.0f} samples of the step, more than "
+            f"models did not score {counts['failed']:.0f} of {counts['asked']:.0f} samples of the step, more than "
             f"reward.max_error_rate={config.reward.max_error_rate:g} allows.{first}"
         )
 
@@ -126,5 +130,5 @@ def _with_errors(batch: Batch, scores: Tensor, failed: Mapping[int, str], config
         few = int(valid[rows].sum()) < num_needed(algorithm_of(config, batch["domain"][rows[0]]).adv_estimator)
         if few and len(rows) > 1 and not failed.keys().isdisjoint(rows):
             for row in (row for row in rows if valid[row]):
-                valid[row], errors[row] = False, "a judge scored too few samples of its group"
+                valid[row], errors[row] = False, "a model scored too few samples of its group"
     return {"valid": valid, "reward_errors": errors}

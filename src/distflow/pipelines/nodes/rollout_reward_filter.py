@@ -164,8 +164,10 @@ async def reward_episodes(
         step = reward_unit(earned, scores)
         turns = [_by_turn(*each, step) for each in zip(samples, scores, earned, strict=True)]
         tokens = [token for sample in turns for token in sample]
-        placed, index, order = (torch.tensor([token[part] for token in tokens]) for part in range(3))
-        written = {"token_level_scores": placed.float(), "turn_index": index.long(), "turn_order": order.long()}
+        placed, index, order = (
+            torch.tensor([token[part] for token in tokens], dtype=torch.float64) for part in range(3)
+        )
+        written = {"token_level_scores": placed, "turn_index": index, "turn_order": order}
         return {**columns, **written}
     is_env = any(sample.finish_reason == ENV_ERROR for sample in samples)
     return replace(columns, reason=ENV_ERROR) if is_env else columns
@@ -182,11 +184,11 @@ def _earned(sample: Sample) -> list[float]:
 
 
 def reward_unit(earned: Sequence[Sequence[float]], scores: Sequence[float]) -> float:
-    """The unit of which a group's turn rewards are multiples, so that float32 represents them and their sums exactly
+    """The unit of which a group's turn rewards are multiples, so that float64 represents them and their sums exactly
     and equal scores stay equal. 0 if no turn has a reward."""
     sizes = [math.fsum(map(abs, own)) for own in earned]
     largest = max(size + abs(score) for size, score in zip(sizes, scores, strict=True))
-    return math.ldexp(1.0, math.frexp(largest)[1] - 23) if any(sizes) else 0.0
+    return math.ldexp(1.0, math.frexp(largest)[1] - 52) if any(sizes) else 0.0
 
 
 def _by_turn(sample: Sample, score: float, earned: Sequence[float], step: float) -> list[tuple[float, int, int]]:
@@ -257,7 +259,7 @@ async def greedy_baseline(
     (outcome,) = await reward_fn(await generate(group.greedy(), rollout, tokenizer))
     if not isinstance(outcome.reward_result, Score):  # an error is never a baseline of 0
         return Drop(TOO_FEW_SCORES, str(outcome.reward_result))
-    return torch.full((len(group.samples),), outcome.reward_result.value)
+    return torch.full((len(group.samples),), outcome.reward_result.value, dtype=torch.float64)
 
 
 @node(role=NodeRole.DYNAMIC_SAMPLING, writes=())
@@ -289,7 +291,7 @@ def dynamic_sampling(
     elif metric != ACC:
         if reward_parts is None:
             raise UserError(f"algorithm.filter_groups.metric={metric}: no node writes reward_parts; set it to {ACC}")
-        acc = torch.tensor([part.get(metric, 0.0) for part in reward_parts])
+        acc = torch.tensor([part.get(metric, 0.0) for part in reward_parts], dtype=torch.float64)
         valid = valid & torch.tensor([metric in part for part in reward_parts])
     reason = drop_reason(acc, valid, mean_range)
     return Drop(reason) if reason else None

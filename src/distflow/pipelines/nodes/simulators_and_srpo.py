@@ -37,7 +37,7 @@ register_field("env_steps", "int64", "sample", "env steps that were executed")
 register_field("finish_step", "int64", "sample", "the env step that ended the episode, from 1")
 register_field("episode_len", "int64", "sample", "decisions of the policy")
 register_field("embeddings", "object", "object", "an episode's vector, for SRPO; empty without one")
-register_field("srpo_distance", "float32", "sample", "of a failure to the successes of its task, from 0 to 1; else -1")
+register_field("srpo_distance", "float64", "sample", "of a failure to the successes of its task, from 0 to 1; else -1")
 
 
 @node(writes=("success", "env_steps", "finish_step", "episode_len"), scope="group")
@@ -99,7 +99,7 @@ def reward_steps(
                 end = places[-1] if dim is None else places[dim * (step + 1) - 1]
                 placed[row, end] += round(reward / unit) * unit if unit else 0.0
         placed[row, last] += (round(score / unit) * unit if unit else score) - placed[row].sum()
-    return placed.float()
+    return placed
 
 
 @node_factory
@@ -224,8 +224,8 @@ def shape_rewards(
         }
         for parts, each in zip(reward_parts, found, strict=True)
     ]
-    distances = torch.tensor([each.distance for each in found])
-    rewards = on_last_token(torch.tensor([each.reward for each in found]), response_mask)
+    distances = torch.tensor([each.distance for each in found], dtype=torch.float64)
+    rewards = on_last_token(torch.tensor([each.reward for each in found], dtype=torch.float64), response_mask)
     written = {"token_level_rewards": rewards, "srpo_distance": distances, "reward_parts": parts}
     return NodeOutput(written, _metrics(shaped, everyone))
 

@@ -24,12 +24,22 @@ from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.pipelines.nodes.rollout_reward_filter import SAMPLED_FIELDS
 from distflow.pipelines.nodes.send_episode_requests import EpisodeRequests
 from distflow.rewards.pool.pool import GivenUp
-from distflow.rewards.reward_results import ACC, OF_WORKFLOW, Error, Score, in_episode, read_score
+from distflow.rewards.reward_results import (
+    ACC,
+    OF_WORKFLOW,
+    Error,
+    Score,
+    in_episode,
+    read_extra,
+    read_score,
+    with_value,
+)
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rollout.engine import RolloutEngine, SamplingParams
 from distflow.runtime.compiled_node import NodeContext
 from distflow.runtime.rollout_loop.group_samples_and_columns import Group
 from distflow.runtime.rollout_loop.user_calls import DeadlinePassed, deadline_paused
+from distflow.user_values import finite_number
 
 _SINGLE_TURN, _LONGEST_TURN_S = "single_turn", 1e6
 _DRAWN_AT = attrgetter("drawn_at")
@@ -221,7 +231,7 @@ class _Episodes:
             return outcome
         reason = (self._trained(chat) or chat.conversations)[-1].finish_reason
         added = -float(penalties.get(reason, 0.0))  # type: ignore[arg-type]  # the keys are numbers
-        result = replace(outcome.reward_result, value=outcome.reward_result.value + added)
+        result = with_value(outcome.reward_result, outcome.reward_result.value + added)
         return replace(outcome, reward_result=result, parts={**outcome.parts, "limit": Score(added)})
 
     async def _outcomes(
@@ -280,7 +290,7 @@ class _Episodes:
             names = ", ".join(f"{name!r}: ..." for name in self.agents)
             rule = f"algorithm.agent_rewards={self.ctx.config.algorithm.agent_rewards} needs a score of each agent"
             raise ValueError(f"{rule}: return {{{names}}}, without other parts")
-        own = {agent: read_score(returned[agent])[0] for agent in last}
+        own = {agent: read_score(returned[agent]).value for agent in last}
         for agent, talk in last.items():
             earned = [segment.reward for each in talks if each.agent == agent for segment in each.segments]
             talk.reward(own[agent] - math.fsum(earned))
@@ -356,21 +366,24 @@ def read_outcome(returned: object) -> Outcome:
     called `score`; `extra` is only shown), the result of `reward_fn`, or None, which rejects it. Raises ValueError for
     anything else."""
     if isinstance(returned, RewardOutcome):
-        read_score(returned.accuracy)
+        numbers = {ACC: returned.accuracy, **returned.scores()}
+        for name, value in numbers.items() if isinstance(returned.reward_result, Score) else ():
+            finite_number(value, where=f" as '{name}'")
         if isinstance(returned.reward_result, Score):
-            read_score(returned.reward_result.value)
+            finite_number(returned.reward_result.value)
     if returned is None or isinstance(returned, RewardOutcome):
         return returned
     if not isinstance(returned, Mapping):
-        value, extra = read_score(returned)
-        return RewardOutcome(Score(value, extra), {}, value)
-    parts = {str(name): read_score(part)[0] for name, part in returned.items() if name not in ("score", ACC, "extra")}
+        score = read_score(returned)
+        return RewardOutcome(score, {}, score.value)
+    named = {str(name): part for name, part in returned.items() if name not in ("score", ACC, "extra")}
+    parts = {name: finite_number(part, where=f" as '{name}'") for name, part in named.items()}
     if not parts and "score" not in returned:
         raise ValueError("it returned a mapping without a part")
-    value, _ = read_score(returned["score"] if "score" in returned else sum(parts.values()))
-    accuracy = read_score(returned[ACC])[0] if ACC in returned else value
-    shown = dict(returned.get("extra", {}))
-    return RewardOutcome(Score(value, shown), {name: Score(part) for name, part in parts.items()}, accuracy)
+    value = finite_number(returned["score"] if "score" in returned else math.fsum(parts.values()))
+    accuracy = finite_number(returned[ACC], where=f" as '{ACC}'") if ACC in returned else value
+    score = Score(value, *read_extra(returned.get("extra", {})))
+    return RewardOutcome(score, {name: Score(part) for name, part in parts.items()}, accuracy)
 
 
 def template_kwargs(config: Config, domain: str) -> dict[str, object]:

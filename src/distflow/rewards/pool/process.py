@@ -248,5 +248,5 @@ def _read_answer(answer: JSON, timeout_s: float) -> RewardResult:
         if "timeout" in answer:
             return Timeout(timeout_s)
         if isinstance(score, int | float) and isinstance(extra, dict):
-            return Score(float(score), extra)
+            return Score(float(score), extra, cast(dict[str, str], answer.get("as_text", {})))
     raise ValueError("neither a score nor an error")

@@ -39,7 +39,7 @@ _SHOWN_ERROR_CHARACTERS = 1000
 _PR_SET_PDEATHSIG = 1
 Arguments: TypeAlias = Mapping[str, object]
 Answer: TypeAlias = dict[str, JSON]
-"""`score` and `extra`, or `error`, or `timeout`."""
+"""`score`, `extra` and `as_text`, or `error`, or `timeout`."""
 
 
 def score_all(name: str, function: Callable[..., object], asked: Sequence[Arguments], timeout_s: float) -> list[Answer]:
@@ -135,10 +135,10 @@ def _answers(function: Callable[..., object], returned: object, length: int) -> 
 
 def _answer(returned: object) -> Answer:
     try:
-        score, extra = read_score(returned)
+        score = read_score(returned)
     except ValueError as error:  # about the returned value: no line raised it
         return {"error": str(error)}
-    return {"score": score, "extra": extra}
+    return {"score": score.value, "extra": score.extra, "as_text": dict(score.as_text)}
 
 
 def main() -> None:

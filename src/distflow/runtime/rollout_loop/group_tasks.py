@@ -245,15 +245,18 @@ class RolloutLoop:
             return
         batch = group.batch()
         num_asked, num_failed, errors = len(batch), int((~batch["valid"]).sum()), list[str]()
+        as_text = dict[str, str]()
         if (results := episode_results(group.samples)) is not None:
             errors = [str(result) for result in results if not isinstance(result, Score)]
+            for result in results:
+                as_text |= result.as_text if isinstance(result, Score) else {}
             num_asked, num_failed = len(results), len(errors)
         elif drop is not None and drop.reason == TOO_FEW_SCORES:
             num_failed, errors = len(batch), [drop.detail]
         elif "reward_errors" in batch:
             errors = batch["reward_errors"]
         first = f"{next(filter(None, errors), 'no score')} (node '{node.node_id}')" if num_failed else ""
-        self.call_counts.add(RewardCounts(num_asked, num_failed, first))
+        self.call_counts.add(RewardCounts(num_asked, num_failed, first, as_text=as_text))
 
     async def loop(self, queue: SampleQueuePort) -> None:
         """consumes prompt groups · waits for capacity · unblocked by released steps and ended groups · produces groups
