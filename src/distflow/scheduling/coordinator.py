@@ -1,7 +1,8 @@
 """The coordinator: issues groups, knows the state of every group, and decides when a step may be consumed."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any, cast
 
@@ -119,6 +120,10 @@ class Coordinator:
         engine_version = self._admission.see(self.step if engine_version is None else engine_version)
         if self.finished:
             return []
+        with self._together():
+            return self._issue(engine_version)
+
+    def _issue(self, engine_version: int) -> list[PromptGroup]:
         num_capacity = self._admission.rollout_capacity(engine_version)
         prompt_groups = [
             self._reissue(number, engine_version) for number in self._admission.waiting(engine_version, num_capacity)
@@ -155,6 +160,22 @@ class Coordinator:
         version: the lowest of any of their tokens, None for the group's."""
         group = self.queue.complete(number, num_tokens, version)
         self._journal("complete", group_id=number, tokens=num_tokens, version=group.lowest_version)
+
+    def complete_all(self, num_tokens: Mapping[int, int]) -> None:
+        """`complete` for groups that were loaded together. num_tokens: of each, by its number."""
+        with self._together():
+            for number, tokens in num_tokens.items():
+                self.complete(number, tokens)
+
+    def foresee(self) -> list[PromptGroup]:
+        """The groups of the next step, if the current one is released as it stands now; empty if that is not known.
+        Nothing is issued."""
+        plan, queue = self.plan, self.queue
+        is_known = not (plan.max_staleness or plan.domains or plan.skips or plan.oversampling)
+        is_whole = queue.num_complete == queue.num_live == plan.consumer_batch
+        if not (is_known and is_whole and self.step + 1 < plan.total_steps):
+            return []
+        return self.prompt_groups.next(plan.consumer_batch, self.step + 1)
 
     def weigh(self, number: int, num_bytes: int) -> None:
         """Note the size of a complete group, for `plan.max_held_bytes`."""
@@ -351,6 +372,9 @@ class Coordinator:
         if self.plan.skips:
             described["skips"] = self._skips.saved_skips()
         return cast(Snapshot, described | self.shares.saved_state())
+
+    def _together(self) -> AbstractContextManager[None]:
+        return self._ledger.together() if self._ledger else nullcontext()
 
     def _journal(self, kind: str, **fields: object) -> None:
         if self._ledger:

@@ -248,6 +248,18 @@ class NextGroups:
         size, stream = domain.group_size or plan.group_size, f"{TRAIN}/{domain.name}"
         return PromptGroup(number, epoch, row, size, engine_version, stream=stream, position=position)
 
+    def next(self, count: int, engine_version: int) -> list[PromptGroup]:
+        """The next groups that `make` will return, at most `count`, in a run without domains; none if offered rows come
+        first."""
+        assert not self._plan.domains
+        plan, first = self._plan, self._num_drawn
+        if self.offered:
+            return []
+        count = count if self.num_left is None else min(count, self.num_left)
+        places = (place(first + i, plan.num_rows, plan.seed, plan.shuffle) for i in range(count))
+        number = self._num_issued
+        return [PromptGroup(number + i, *at, plan.group_size, engine_version) for i, at in enumerate(places)]
+
     @property
     def _num_issued(self) -> int:
         return sum(counts.issued for counts in self._counts.values())

@@ -33,7 +33,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -42,6 +42,8 @@ from typing import Any, BinaryIO
 from distflow.errors import UserError
 from distflow.scheduling.group_states import CountsError, DomainCounts, GroupCounts, counts_by_domain
 from distflow.untrusted_files import MAX_LINE_BYTES, lines_of, open_file
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 Record = dict[str, Any]
 """A line; its fields by kind are listed above."""
@@ -186,6 +188,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         self.path = path
         self.restart = mark.restart + 1 if mark else 0
         self._counts = LedgerCounts()
+        self._num_together = 0
         first = _first_line(path)
         if not first.endswith(b"\n") and _parse(first) is None:
             self._start(mark)
@@ -201,8 +204,20 @@ class Ledger(AbstractContextManager["Ledger"]):
         """Append a record. Raises CountsError, and writes nothing, if it moves a group in an impossible way."""
         record = {"t": round(time.time(), 3), "restart": self.restart, "kind": kind, **fields}
         self._counts.apply(record)
-        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
+        self._file.write(_encode(record).encode() + b"\n")
+        if not self._num_together:
+            self._file.flush()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """The records appended inside reach the operating system when the context is left."""
+        self._num_together += 1
+        try:
+            yield
+        finally:
+            self._num_together -= 1
+            if not self._num_together:
+                self._file.flush()
 
     def sync(self) -> None:
         """Return when all records are on disk."""

@@ -142,6 +142,10 @@ class SharedSampleQueue(Generic[T]):
             self._wake_asker()
         self._wake_loop()
 
+    def foresee(self) -> list[PromptGroup]:
+        with self._lock:
+            return self._coordinator.foresee()
+
     def drop(self, dropped: protocol.DroppedGroup) -> None:
         group_id = dropped.prompt_group.group_id
         with self._lock:
@@ -378,7 +382,7 @@ class SharedSampleQueue(Generic[T]):
         parts = {}
         for rank, indices in enumerate(divided):
             own = tuple(numbers[index] for index in indices)
-            data = [groups[number].data for number in own or numbers[:1]]
+            data = self._data_of([groups[number] for number in own or numbers[:1]])
             counts = reward_counts if rank == 0 else RewardCounts()
             own_loads = tuple(loads[index] for index in indices)
             groups_of = map(self._coordinator.queue.prompt_group, own)
@@ -387,6 +391,9 @@ class SharedSampleQueue(Generic[T]):
                 numbers, own, data, metrics, counts, loads=own_loads, queued=queued
             )
         return parts
+
+    def _data_of(self, groups: Sequence[protocol.FinishedGroup[T]]) -> Sequence[T]:
+        return [group.data for group in groups]
 
     def _take_back(self, reading: "_Reading[T]", step: int) -> None:
         """Return lost groups after all ranks have reported. Inside the lock."""
