@@ -249,12 +249,9 @@ class NextGroups:
         return PromptGroup(number, epoch, row, size, engine_version, stream=stream, position=position)
 
     def next(self, count: int, engine_version: int) -> list[PromptGroup]:
-        """The next groups that `make` will return, at most `count`, in a run without domains; none if offered rows come
-        first."""
-        assert not self._plan.domains
+        """The next groups that `make` will return, at most `count`, in a run without domains and with no row offered."""
+        assert not (self._plan.domains or self.offered)
         plan, first = self._plan, self._num_drawn
-        if self.offered:
-            return []
         count = count if self.num_left is None else min(count, self.num_left)
         places = (place(first + i, plan.num_rows, plan.seed, plan.shuffle) for i in range(count))
         number = self._num_issued

@@ -32,8 +32,8 @@ import secrets
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -76,6 +76,8 @@ class _State(IntEnum):
     DROPPED = 4
     SETTLED = 5
     """Trained or dropped in another run's ledger; only the counts were inherited."""
+
+    __hash__ = int.__hash__  # the enum's own is slow
 
 
 class LedgerCounts:
@@ -188,7 +190,6 @@ class Ledger(AbstractContextManager["Ledger"]):
         self.path = path
         self.restart = mark.restart + 1 if mark else 0
         self._counts = LedgerCounts()
-        self._num_together = 0
         first = _first_line(path)
         if not first.endswith(b"\n") and _parse(first) is None:
             self._start(mark)
@@ -202,22 +203,19 @@ class Ledger(AbstractContextManager["Ledger"]):
 
     def append(self, kind: str, **fields: object) -> None:
         """Append a record. Raises CountsError, and writes nothing, if it moves a group in an impossible way."""
-        record = {"t": round(time.time(), 3), "restart": self.restart, "kind": kind, **fields}
-        self._counts.apply(record)
-        self._file.write(_encode(record).encode() + b"\n")
-        if not self._num_together:
-            self._file.flush()
+        self.append_all(kind, [fields])
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """The records appended inside reach the operating system when the context is left."""
-        self._num_together += 1
-        try:
-            yield
-        finally:
-            self._num_together -= 1
-            if not self._num_together:
-                self._file.flush()
+    def append_all(self, kind: str, fields: Iterable[Mapping[str, object]]) -> None:
+        """Append records of one kind together; otherwise as `append`."""
+        head = {"t": round(time.time(), 3), "restart": self.restart, "kind": kind}
+        lines = []
+        for each in fields:
+            record = {**head, **each}
+            self._counts.apply(record)
+            lines.append(_encode(record))
+        if lines:
+            self._file.write("\n".join([*lines, ""]).encode())
+            self._file.flush()
 
     def sync(self) -> None:
         """Return when all records are on disk."""

@@ -25,6 +25,7 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
     while the coordinator decides, and an event of its loop wakes it.
     """
 
+    most_handed_out = None
     # Set by `prompt_groups` before its first read of what the lock guards, so that it sees any change made while there
     # was no loop to wake.
     _loop: asyncio.AbstractEventLoop | None = None

@@ -20,7 +20,7 @@ from distflow.runtime.sample_queue.protocol import OfGroup, Submissions
 from distflow.runtime.worker_place_and_dp_groups import DpGroupShares, divide_among_ranks
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import PromptGroup
-from distflow.scheduling.groups_by_rollout_worker import GroupsByWorker, RolloutWorker
+from distflow.scheduling.groups_by_rollout_worker import MAX_GROUPS, GroupsByWorker, RolloutWorker
 from distflow.scheduling.sample_queue import Exhausted
 
 T = TypeVar("T")
@@ -61,6 +61,9 @@ class SharedSampleQueue(Generic[T]):
     updates, validates or saves. Otherwise they are handed out whenever there is capacity. A group goes to the worker
     with the fewest groups.
     """
+
+    most_handed_out: int | None = MAX_GROUPS
+    """Groups that a worker gets at once; None for no limit."""
 
     def __init__(
         self,
@@ -357,7 +360,8 @@ class SharedSampleQueue(Generic[T]):
                 if name := self._workers.assign(prompt_group.group_id, prompt_group.attempt):
                     self._coordinator.assign(prompt_group.group_id, name)
                 self._askers.notify_all()
-        prompt_groups = [self._coordinator.queue.prompt_group(group_id) for group_id in self._workers.fetch(worker)]
+        fetched = self._workers.fetch(worker, self.most_handed_out)
+        prompt_groups = [self._coordinator.queue.prompt_group(group_id) for group_id in fetched]
         self._notify()
         return [*self._workers.fetch_ended(worker), *prompt_groups]
 
