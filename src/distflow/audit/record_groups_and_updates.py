@@ -106,7 +106,7 @@ class GroupRecords:
         if self._on_keep is None:
             self._kept |= {group.group_id: GroupRecord(group) for group in loaded.prompt_groups}
             return
-        for group in loaded.finished():
+        for group in loaded.finished:
             self._on_keep(GroupRecord(group.prompt_group), loaded.batch.select(group.rows or ()))
 
     def drop(self, reason: str, batch: Batch) -> None:

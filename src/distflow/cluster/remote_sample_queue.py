@@ -118,7 +118,7 @@ class RemoteSampleQueue:
         self._end(stored)
 
     def put_loaded(self, loaded: LoadedGroups) -> None:
-        for group in loaded.finished():
+        for group in loaded.finished:
             assert group.rows is not None, "the batch has the samples of several groups"
             self.put(replace(group, data=loaded.batch.select(group.rows), rows=None))
 

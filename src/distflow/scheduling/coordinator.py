@@ -72,6 +72,7 @@ class Coordinator:
         self._counts, self._num_aborted_tokens = counts_by_domain(start), start.get("aborted_tokens", 0)
         self.prompt_groups = NextGroups(plan, self._counts, start.get("offered", 0))
         self.shares = DomainShares(plan, start)
+        self._foreseen: list[PromptGroup] = []
         self._skips = Skips(plan.skips, start.get("skips"))
         self.queue = SampleQueue(
             plan.consumer_batch,
@@ -162,7 +163,7 @@ class Coordinator:
 
     def complete_all(self, num_tokens: Mapping[int, int]) -> None:
         """`complete` for groups that were loaded together. num_tokens: of each, by its number."""
-        groups = [self.queue.complete(number, tokens) for number, tokens in num_tokens.items()]
+        groups = self.queue.complete_all(num_tokens)
         self._journal_all("complete", [_complete_fields(group) for group in groups])
 
     def foresee(self) -> list[PromptGroup]:
@@ -173,7 +174,8 @@ class Coordinator:
         is_whole = queue.num_complete == queue.num_live == plan.consumer_batch
         if not (is_known and is_whole and self.step + 1 < plan.total_steps):
             return []
-        return self.prompt_groups.next(plan.consumer_batch, self.step + 1)
+        self._foreseen = self.prompt_groups.next(plan.consumer_batch, self.step + 1)
+        return self._foreseen
 
     def weigh(self, number: int, num_bytes: int) -> None:
         """Note the size of a complete group, for `plan.max_held_bytes`."""
@@ -309,9 +311,12 @@ class Coordinator:
         return not (self.plan.domains or self.plan.skips or self.prompt_groups.offered)
 
     def _issue_in_order(self, sources: Sequence[int], engine_version: int) -> list[PromptGroup]:
-        groups = self.prompt_groups.next(len(sources), engine_version)
-        for group, source in zip(groups, sources, strict=False):  # the data may end first
-            self.queue.issue(group)
+        groups = self._foreseen[: len(sources)]
+        if not groups or groups[0] != self.prompt_groups.next(1, engine_version)[0]:
+            groups = self.prompt_groups.next(len(sources), engine_version)
+        self._foreseen = []
+        self.queue.issue_all(groups)
+        for _, source in zip(groups, sources, strict=False):  # the data may end first
             self._admission.issued(source, engine_version)
         self._counts[""].issued += len(groups)
         self._journal_all("issued", [group.issued_fields() for group in groups])
@@ -387,7 +392,7 @@ class Coordinator:
 
     def _journal_all(self, kind: str, fields: Sequence[Mapping[str, object]]) -> None:
         if self._ledger:
-            self._ledger.append_all(kind, fields)
+            self._ledger.append_all(kind, fields, as_one=self.plan.loads_rows)
 
     def _journal(self, kind: str, **fields: object) -> None:
         if self._ledger:

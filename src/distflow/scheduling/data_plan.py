@@ -156,7 +156,8 @@ class DataPlan:
     for no bound. domains: in the order of their rows, empty for one source; each repeats separately, so that with them
     `total_groups` is None. curriculum: how their shares change, None if they stay. skips: which rows are skipped, None
     for none. saves, validates: when the run saves a checkpoint, and when it validates, besides at its end. stop_when:
-    the metric's condition that ends it earlier.
+    the metric's condition that ends it earlier. loads_rows: groups are only loaded, so that those that start or complete
+    together have one record in the ledger.
     """
 
     num_rows: int
@@ -178,6 +179,7 @@ class DataPlan:
     saves: Frequency = Frequency()
     validates: Frequency = Frequency()
     stop_when: str | None = None
+    loads_rows: bool = False
 
     def __post_init__(self) -> None:
         if self.domains:

@@ -64,6 +64,7 @@ class RowLoader:
     def load_ahead(self, prompt_groups: Sequence[PromptGroup]) -> None:
         """Load groups that will probably start next."""
         self._ahead = self.load(prompt_groups)
+        _ = self._ahead.groups.finished  # computed now, and kept
 
     def _found_ahead(self, prompt_groups: Sequence[PromptGroup]) -> _Loaded | None:
         """These groups as they were loaded ahead; None if one of them was not."""

@@ -46,13 +46,12 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
                 await self._event.wait()
 
     def put_loaded(self, loaded: LoadedGroups) -> None:
-        groups = loaded.finished()
+        groups = {group.prompt_group.group_id: group for group in loaded.finished}
         with self._lock:
-            for group in groups:
-                self._groups[group.prompt_group.group_id] = group
-            self._coordinator.complete_all({group.prompt_group.group_id: group.num_tokens for group in groups})
-            for group in groups:
-                self._workers.end(group.prompt_group.group_id, complete=True)
+            self._groups |= groups
+            self._coordinator.complete_all({number: group.num_tokens for number, group in groups.items()})
+            for number in groups:
+                self._workers.end(number, complete=True)
             self._count(None)
             self._notify()
         self._wake_loop()

@@ -3,6 +3,7 @@ for workers, and the rows that a user's own loop submits to it. Each transport h
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Generic, NamedTuple, Protocol, TypeVar, overload
 
 from distflow.data.batch import Batch
@@ -56,6 +57,7 @@ class LoadedGroups:
     prompt_groups: Sequence[PromptGroup]
     batch: Batch
 
+    @cached_property
     def finished(self) -> list[FinishedGroup[Batch]]:
         tokens = self.batch.lengths("sequence").tolist()
         size = len(tokens) // len(self.prompt_groups)
