@@ -95,7 +95,7 @@ class Group:
             samples = self.samples or [self.sample(i, None, "", "stop") for i in self.wanted]
             self._columns = Batch.from_samples(samples)
         if self._batch is None:
-            batch = self._columns.only(self._columns.names)
+            batch = self._columns.copy()
             for name, value in self.written.items():
                 batch[name] = value
             if "token_level_scores" in batch.names and "scores" not in batch:
@@ -106,7 +106,7 @@ class Group:
                 if name in batch:
                     batch[name] = batch.flat(name)  # stored, so that it is derived only once
             self._batch = batch
-        return self._batch.only(self._batch.names)
+        return self._batch.copy()
 
 
 def sample_of_row(
