@@ -156,8 +156,8 @@ class DataPlan:
     for no bound. domains: in the order of their rows, empty for one source; each repeats separately, so that with them
     `total_groups` is None. curriculum: how their shares change, None if they stay. skips: which rows are skipped, None
     for none. saves, validates: when the run saves a checkpoint, and when it validates, besides at its end. stop_when:
-    the metric's condition that ends it earlier. loads_rows: groups are only loaded, so that those that start or complete
-    together have one record in the ledger.
+    the metric's condition that ends it earlier. loads_rows: groups are only loaded, so that those that start or
+    complete together have one record in the ledger.
     """
 
     num_rows: int
@@ -251,7 +251,7 @@ class NextGroups:
         return PromptGroup(number, epoch, row, size, engine_version, stream=stream, position=position)
 
     def next(self, count: int, engine_version: int) -> list[PromptGroup]:
-        """The next groups that `make` will return, at most `count`, in a run without domains and with no row offered."""
+        """The groups that `make` will return next, at most `count`, without domains and offered rows."""
         assert not (self._plan.domains or self.offered)
         plan, first = self._plan, self._num_drawn
         count = count if self.num_left is None else min(count, self.num_left)

@@ -23,8 +23,8 @@ One JSON object per line: {"t": seconds since 1970, "restart": restart, "kind": 
     rolled_back to (a byte offset)                       a resume: the records since `to` no longer hold
 
 A record of kind issued or complete may be of several groups, rows of the data set that were loaded together: then each
-of its lists has a value for each group (`by_group`). Steps are counted from 1. Nothing is ever rewritten. Records of other kinds may be added; readers skip kinds that they
-do not know.
+of its lists has a value for each group (`by_group`). Steps are counted from 1. Nothing is ever rewritten. Records of
+other kinds may be added; readers skip kinds that they do not know.
 """
 
 import json

@@ -297,6 +297,7 @@ class RolloutLoop:
             raise RolloutLoopFailed(f"the rollout loop has failed: {type(first).__name__}: {first}") from first
 
     def _load_rows(self, loader: RowLoader, prompt_groups: list[PromptGroup], queue: SampleQueuePort) -> None:
+        """Complete these groups, then load those of the next step while this one trains."""
         started = time.time()
         with self.events.waits("rollout", "rows", on=DATA):
             loaded = loader.load(prompt_groups)
@@ -304,6 +305,7 @@ class RolloutLoop:
             self._end(prompt_group, f"{unusable.reason}: {unusable}", started)
             queue.drop(DroppedGroup(prompt_group, unusable.reason))
         if loaded.groups.prompt_groups:
+            self._end(loaded.groups.prompt_groups[0], "complete", started)  # one span, of the first
             self.group_recorder.keep_loaded(loaded.groups)
             queue.put_loaded(loaded.groups)
         loader.load_ahead(queue.foresee())

@@ -2,7 +2,8 @@
 without a task for each, and those of the next step while the current one trains."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -35,7 +36,7 @@ class RowLoader:
     rows: Sequence[PromptRow]
     samples_of_row: SamplesOfRow
     tokenizer: PreTrainedTokenizerBase
-    _ahead: _Loaded = field(default_factory=lambda: _Loaded(LoadedGroups((), Batch.from_samples([]))))
+    _ahead: _Loaded | None = None
 
     @staticmethod
     def of(nodes: Sequence[BoundNode], rows: Sequence[PromptRow], tokenizer: Any) -> "RowLoader | None":
@@ -63,16 +64,21 @@ class RowLoader:
 
     def load_ahead(self, prompt_groups: Sequence[PromptGroup]) -> None:
         """Load groups that will probably start next."""
-        self._ahead = self.load(prompt_groups)
-        _ = self._ahead.groups.finished  # computed now, and kept
+        self._ahead = None
+        if prompt_groups:
+            with suppress(Exception):  # it is raised again when they start
+                self._ahead = self.load(prompt_groups)
+                _ = self._ahead.groups.finished  # computed now, and kept
 
     def _found_ahead(self, prompt_groups: Sequence[PromptGroup]) -> _Loaded | None:
         """These groups as they were loaded ahead; None if one of them was not."""
+        if self._ahead is None:
+            return None
         loaded = self._ahead.groups
         if loaded.prompt_groups == prompt_groups:
             return self._ahead
         places = {group: place for place, group in enumerate(loaded.prompt_groups)}
-        if not places or any(group not in places for group in prompt_groups):
+        if any(group not in places for group in prompt_groups):
             return None
         size = len(loaded.batch) // len(places)
         rows = [places[group] * size + index for group in prompt_groups for index in range(size)]

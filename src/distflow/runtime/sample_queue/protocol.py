@@ -60,7 +60,7 @@ class LoadedGroups:
     @cached_property
     def finished(self) -> list[FinishedGroup[Batch]]:
         tokens = self.batch.lengths("sequence").tolist()
-        size = len(tokens) // len(self.prompt_groups)
+        size = len(tokens) // max(1, len(self.prompt_groups))
         found = []
         for place, prompt_group in enumerate(self.prompt_groups):
             rows = range(place * size, (place + 1) * size)
