@@ -69,7 +69,7 @@ def test_an_unusable_row_is_left_out_alone() -> None:
 
 def test_each_row_of_fine_tuning_is_accounted_for_although_a_step_has_one_record(tmp_path: Path) -> None:
     """11 rows in steps of 4, two epochs: steps cross the epoch, and the last is short."""
-    off = ("~actor_rollout_ref.rollout.n", "~custom_reward_function.path", "~reward.num_workers")
+    off = ("~reward.functions", "~reward.num_workers", "~custom_reward_function.path", "~actor_rollout_ref.rollout.n")
     keys = ("data.response_key=answer", "data.train_batch_size=4", "trainer.total_epochs=2")
     run = Playground(tmp_path, num_rows=11).run("sft", *off, *keys)
     path = run.folder / "ledger.jsonl"
