@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from distflow.observe.run_reader import groups_of
 from distflow.scheduling.group_states import CountsError, GroupCounts
 from distflow.scheduling.ledger import Ledger, LedgerCounts, LedgerError, counts_until, timeline
 from tests.ledger_audit import verify
@@ -47,6 +48,31 @@ def test_the_account_of_a_journal(tmp_path):
     assert ledger.group_counts == group_counts
     ledger.close()
     assert verify(path) == group_counts
+
+
+def test_one_record_of_several_groups_accounts_for_each(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    rows = [{"group_id": n, "epoch": 0, "row": 9 - n, "version": 0, "attempt": 0} for n in range(3)]
+    ledger.append_all("issued", rows, as_one=True)
+    mark = ledger.mark()
+    ledger.append_all("complete", [{"group_id": n, "tokens": 5 + n, "version": 0} for n in (0, 2)], as_one=True)
+    ledger.append("consumed", step=1, group_ids=[0, 2], tokens=12)
+    ledger.append("version", step=1, weights=1)
+    with pytest.raises(CountsError, match="group 2 was issued twice"):
+        ledger.append_all("issued", [rows[2], {**rows[2], "group_id": 3}], as_one=True)
+    ledger.close()
+    assert len(path.read_text().splitlines()) == 5
+    assert verify(path) == GroupCounts(issued=3, running=1, consumed=2)
+    assert [r["row"] for _, r in timeline(path) if r["kind"] == "issued"] == [9, 8, 7]
+    raw = map(json.loads, path.read_text().splitlines())
+    assert [(g.row, g.tokens, g.state) for g in groups_of(raw).values()] == [
+        (9, 5, "trained"),
+        (8, None, "generating"),
+        (7, 7, "trained"),
+    ]
+    with Ledger(path, mark) as resumed:
+        assert resumed.group_counts == GroupCounts(issued=3, running=3)
 
 
 def test_a_kill_at_any_byte_leaves_a_journal_that_reads_and_resumes(tmp_path):

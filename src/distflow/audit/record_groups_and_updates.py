@@ -24,6 +24,7 @@ from distflow.models.sharding import at_places, is_spread, own_part, square_sum,
 from distflow.rewards.reward_results import RewardResult
 from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.runtime.rollout_loop.group_tasks import group_task
+from distflow.runtime.sample_queue.protocol import LoadedGroups
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective, Counts, LossFn, OneRank, Sums, TrainEngine
 
@@ -100,6 +101,13 @@ class GroupRecords:
         else:
             self._kept.pop(record.prompt_group.group_id, None)  # of an earlier attempt
             self._kept[record.prompt_group.group_id] = record
+
+    def keep_loaded(self, loaded: LoadedGroups) -> None:
+        if self._on_keep is None:
+            self._kept |= {group.group_id: GroupRecord(group) for group in loaded.prompt_groups}
+            return
+        for group in loaded.finished:
+            self._on_keep(GroupRecord(group.prompt_group), loaded.batch.select(group.rows or ()))
 
     def drop(self, reason: str, batch: Batch) -> None:
         self._num_dropped[reason] += 1

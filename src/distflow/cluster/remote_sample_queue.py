@@ -22,6 +22,7 @@ from distflow.runtime.sample_queue.protocol import (
     AbortedGroups,
     DroppedGroup,
     FinishedGroup,
+    LoadedGroups,
     NewWorkers,
     Released,
     ResumePoint,
@@ -115,6 +116,14 @@ class RemoteSampleQueue:
         reference, num_bytes = to_group(finished.data, self._by_ray)
         stored = replace(finished, num_bytes=num_bytes, failure=_short(finished.failure)).stored_as(reference)
         self._end(stored)
+
+    def put_loaded(self, loaded: LoadedGroups) -> None:
+        for group in loaded.finished:
+            assert group.rows is not None, "the batch has the samples of several groups"
+            self.put(replace(group, data=loaded.batch.select(group.rows), rows=None))
+
+    def foresee(self) -> list[PromptGroup]:
+        return []
 
     def drop(self, dropped: DroppedGroup) -> None:
         self._end(replace(dropped, reason=shortened(dropped.reason), failure=_short(dropped.failure)))

@@ -198,7 +198,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same samples with their tensors on `device`; lengths stay on the CPU, where they are used."""
-        out = self.only(self.names)
+        out = self.copy()
         where = torch.device(device)
         columns = {name: _read(column) for name, column in self._columns.items()}
         out._columns = {name: c if isinstance(c, list) else send(c, where) for name, c in columns.items()}
@@ -207,6 +207,13 @@ class Batch:
     def chunk(self, num_chunks: int) -> list["Batch"]:
         """At most `num_chunks` runs of neighbouring samples, as even as possible."""
         return [self.select(part) for part in torch.arange(len(self)).tensor_split(num_chunks) if part.numel()]
+
+    def copy(self) -> "Batch":
+        """A batch with the same columns, which may get others."""
+        out = Batch.__new__(Batch)
+        out._lengths, out._places = self._lengths, self._places  # of the same samples
+        out._columns, out._fields = {**self._columns}, {**self._fields}
+        return out
 
     def only(self, names: Iterable[str]) -> "Batch":
         """A batch with just these stored columns."""
@@ -240,7 +247,7 @@ class Batch:
         Raises ValueError if the samples differ in length, or a column in dtype or axis.
         """
         self._check_same_samples(other)
-        out = self.only(self.names)
+        out = self.copy()
         _check_same_fields(self._fields, other._fields)
         out._columns.update(other._columns)
         out._fields.update(other._fields)

@@ -15,6 +15,8 @@ class Axis(Enum):
     SAMPLE = "sample"
     OBJECT = "object"
 
+    __hash__ = object.__hash__  # the enum's own is slow, and batches look up their lengths by it
+
 
 TOKEN_AXES = (Axis.PROMPT, Axis.RESPONSE, Axis.SEQUENCE)
 

@@ -81,6 +81,7 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
         saves=Frequency(trainer.save_freq, trainer.save_freq_epochs, trainer.save_freq_secs),
         validates=_validates(config),
         stop_when=trainer.stop_when,
+        loads_rows=not is_rl(config),
     )
     curriculum = data.curriculum
     if curriculum.function is not None:

@@ -146,10 +146,17 @@ def is_deep(value: object) -> bool:
     return True
 
 
+_encode_line = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+
+
 def encode(value: object, indent: int | None = None) -> bytes:
     """JSON in UTF-8. Lone surrogates, which UTF-8 cannot hold, and invisible characters become JSON escapes, which are
     read back unchanged."""
-    text = json.dumps(to_json(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    plain = to_json(value)
+    if indent is None:
+        text = _encode_line(plain)
+    else:
+        text = json.dumps(plain, ensure_ascii=False, allow_nan=False, indent=indent)
     return escaped_json(text).encode("utf-8", "backslashreplace")
 
 

@@ -221,6 +221,15 @@ _STATE_AFTER = {
 """The state of a group after each kind of record."""
 
 
+def by_group(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A record of a ledger as one of each of its groups, if it is of several: a list has a value for each of them."""
+    numbers = record.get("group_id")
+    if not isinstance(numbers, list):
+        return [record]
+    lists = {name: value for name, value in record.items() if isinstance(value, list) and len(value) == len(numbers)}
+    return [{**record, **dict(zip(lists, values, strict=True))} for values in zip(*lists.values(), strict=True)]
+
+
 def groups_of(records: Iterable[Mapping[str, Any]]) -> dict[int, Group]:
     groups = dict[int, Group]()
     for record in records:
@@ -239,12 +248,16 @@ def fold_groups(groups: dict[int, Group], record: Mapping[str, Any]) -> None:
                 state = "queued" if each.get("complete") else "waiting"
                 groups[number] = Group(number, state, domain=domain and str(domain), version=version)
     elif isinstance(kind, str) and kind in _STATE_AFTER:
-        listed = record["group_ids"] if "group_ids" in record else (record.get("group_id"),)
-        for group_id in listed if isinstance(listed, list | tuple) else ():
+        if "group_ids" in record:
+            listed = record["group_ids"]
+            found = [(group_id, record) for group_id in (listed if isinstance(listed, list | tuple) else ())]
+        else:
+            found = [(each.get("group_id"), each) for each in by_group(record)]
+        for group_id, own in found:
             if (number := whole(group_id)) is not None:
                 if number not in groups:
                     groups[number] = Group(number)
-                groups[number].apply(record)
+                groups[number].apply(own)
 
 
 def span_files(run_dir: Path, max_bytes: int) -> tuple[list[Path], int]:

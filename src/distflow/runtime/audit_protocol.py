@@ -9,7 +9,7 @@ from distflow.observe.metrics import Measured
 from distflow.observe.writing.timing import PhaseTimer
 from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.runtime import fault_injection
-from distflow.runtime.sample_queue.protocol import Queued, ResumePoint
+from distflow.runtime.sample_queue.protocol import LoadedGroups, Queued, ResumePoint
 from distflow.runtime.step_metrics import SampleRows
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective, LossFn, TrainEngine
@@ -30,6 +30,9 @@ class GroupRecorder(Protocol):
     def keep(self, batch: Batch | None = None) -> None:
         """The running task's group goes to the sample queue. Records of other groups are discarded with their tasks.
         batch: its columns; None in validation."""
+
+    def keep_loaded(self, loaded: LoadedGroups) -> None:
+        """Groups that were loaded together, without tasks, go to the sample queue."""
 
     def drop(self, reason: str, batch: Batch) -> None:
         """A node dropped the running task's group. batch: its columns."""

@@ -233,7 +233,7 @@ class Step:
                     raise node_error(self.node, err) from err
         with self._fitting():
             columns, measured = self._read(output, len(batch), before)
-            out = batch.merge(columns) if isinstance(columns, Batch) else batch.only(batch.names)
+            out = batch.merge(columns) if isinstance(columns, Batch) else batch.copy()
             for name, value in () if isinstance(columns, Batch) else columns.items():
                 out[name] = value
             self._check_finite(out, self.node.contract.writes if isinstance(columns, Batch) else columns)

@@ -8,7 +8,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -369,7 +369,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._span(wait.who, span)
 
     def _span(self, actor: str, span: Span) -> None:
-        self.folder.span(actor, replace(span, step=self._step + 1))
+        self.folder.span(actor, span, self._step + 1)
 
 
 def make_view(spec: Spec, total_steps: int) -> TerminalView:

@@ -2,6 +2,7 @@
 loop on the main thread."""
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -59,6 +60,9 @@ class Worker:
             if self._parts.rollout_loop.steps:
                 self._generating = self._parts.services.start(self._parts.rollout_loop.loop(self._ports.queue))
                 self._generating.add_done_callback(self._rollout_ended)
+            # Collections skip what is there now (models, modules), which they would scan again and again.
+            gc.freeze()
+            stack.callback(gc.unfreeze)
             self._leave = stack.pop_all()
         return self
 

@@ -110,6 +110,8 @@ def divide_among_ranks(
     dp_group: DpGroupShares, loads: Sequence[int], numbers: Sequence[int], step: int
 ) -> Iterator[list[int]]:
     """For each rank of the dp group, which of the step's groups it takes."""
+    if max(dp_group.shares) == 0:  # one rank takes all
+        return ([*range(len(numbers))] for _ in dp_group.shares)
     size = dp_group.mini_batch or len(numbers)
     passes = [minibatches(len(numbers), numbers, size, dp_group.seed, step, epoch) for epoch in range(dp_group.epochs)]
     parts = divide_step(loads, passes, max(dp_group.shares) + 1)

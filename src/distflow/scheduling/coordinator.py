@@ -1,7 +1,7 @@
 """The coordinator: issues groups, knows the state of every group, and decides when a step may be consumed."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, cast
 
@@ -72,6 +72,7 @@ class Coordinator:
         self._counts, self._num_aborted_tokens = counts_by_domain(start), start.get("aborted_tokens", 0)
         self.prompt_groups = NextGroups(plan, self._counts, start.get("offered", 0))
         self.shares = DomainShares(plan, start)
+        self._foreseen: list[PromptGroup] = []
         self._skips = Skips(plan.skips, start.get("skips"))
         self.queue = SampleQueue(
             plan.consumer_batch,
@@ -129,11 +130,15 @@ class Coordinator:
             if self.plan.oversampling
             else self._admission.rollout_capacity(engine_version)
         )
-        for source in self._admission.new(engine_version, num_open, self.prompt_groups.num_left):
-            if (new := self._issue_next(source, engine_version)) is None:
-                break
-            prompt_groups.append(new)
-            self._admission.issued(source, engine_version)
+        sources = self._admission.new(engine_version, num_open, self.prompt_groups.num_left)
+        if self._is_in_order:
+            prompt_groups += self._issue_in_order(sources, engine_version)
+        else:
+            for source in sources:
+                if (new := self._issue_next(source, engine_version)) is None:
+                    break
+                prompt_groups.append(new)
+                self._admission.issued(source, engine_version)
         self._close_at_end()
         if self.plan.oversampling:
             self.queue.give_places([group.group_id for group in prompt_groups])
@@ -154,7 +159,23 @@ class Coordinator:
         """Note that a group has its rewards and passed all filters. num_tokens: of all its samples, prompts included.
         version: the lowest of any of their tokens, None for the group's."""
         group = self.queue.complete(number, num_tokens, version)
-        self._journal("complete", group_id=number, tokens=num_tokens, version=group.lowest_version)
+        self._journal("complete", **_complete_fields(group))
+
+    def complete_all(self, num_tokens: Mapping[int, int]) -> None:
+        """`complete` for groups that were loaded together. num_tokens: of each, by its number."""
+        groups = self.queue.complete_all(num_tokens)
+        self._journal_all("complete", [_complete_fields(group) for group in groups])
+
+    def foresee(self) -> list[PromptGroup]:
+        """The groups of the next step, if the current one is released as it stands now; empty if that is not known.
+        Nothing is issued."""
+        plan, queue = self.plan, self.queue
+        is_known = self._is_in_order and not (plan.max_staleness or plan.oversampling)
+        is_whole = queue.num_complete == queue.num_live == plan.consumer_batch
+        if not (is_known and is_whole and self.step + 1 < plan.total_steps):
+            return []
+        self._foreseen = self.prompt_groups.next(plan.consumer_batch, self.step + 1)
+        return self._foreseen
 
     def weigh(self, number: int, num_bytes: int) -> None:
         """Note the size of a complete group, for `plan.max_held_bytes`."""
@@ -284,6 +305,23 @@ class Coordinator:
     def _close_at_end(self) -> None:
         self.queue.closed |= self.prompt_groups.data_open and self.prompt_groups.num_left == 0
 
+    @property
+    def _is_in_order(self) -> bool:
+        """Whether the next groups follow from how many were issued."""
+        return not (self.plan.domains or self.plan.skips or self.prompt_groups.offered)
+
+    def _issue_in_order(self, sources: Sequence[int], engine_version: int) -> list[PromptGroup]:
+        groups = self._foreseen[: len(sources)]
+        if not groups or groups[0] != self.prompt_groups.next(1, engine_version)[0]:
+            groups = self.prompt_groups.next(len(sources), engine_version)
+        self._foreseen = []
+        self.queue.issue_all(groups)
+        for _, source in zip(groups, sources, strict=False):  # the data may end first
+            self._admission.issued(source, engine_version)
+        self._counts[""].issued += len(groups)
+        self._journal_all("issued", [group.issued_fields() for group in groups])
+        return groups
+
     def _issue_next(self, source: int, engine_version: int) -> PromptGroup | None:
         """The source's next group that is not skipped; None if the data end first. If all rows of an epoch would be
         skipped, the row after them is taken, so that no source runs empty."""
@@ -352,9 +390,17 @@ class Coordinator:
             described["skips"] = self._skips.saved_skips()
         return cast(Snapshot, described | self.shares.saved_state())
 
+    def _journal_all(self, kind: str, fields: Sequence[Mapping[str, object]]) -> None:
+        if self._ledger:
+            self._ledger.append_all(kind, fields, as_one=self.plan.loads_rows)
+
     def _journal(self, kind: str, **fields: object) -> None:
         if self._ledger:
             self._ledger.append(kind, **fields)
+
+
+def _complete_fields(group: PromptGroup) -> dict[str, Any]:
+    return {"group_id": group.group_id, "tokens": group.num_tokens, "version": group.lowest_version}
 
 
 def mark_of(snapshot: Snapshot) -> Mark | None:

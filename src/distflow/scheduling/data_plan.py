@@ -156,7 +156,8 @@ class DataPlan:
     for no bound. domains: in the order of their rows, empty for one source; each repeats separately, so that with them
     `total_groups` is None. curriculum: how their shares change, None if they stay. skips: which rows are skipped, None
     for none. saves, validates: when the run saves a checkpoint, and when it validates, besides at its end. stop_when:
-    the metric's condition that ends it earlier.
+    the metric's condition that ends it earlier. loads_rows: groups are only loaded, so that those that start or
+    complete together have one record in the ledger.
     """
 
     num_rows: int
@@ -178,6 +179,7 @@ class DataPlan:
     saves: Frequency = Frequency()
     validates: Frequency = Frequency()
     stop_when: str | None = None
+    loads_rows: bool = False
 
     def __post_init__(self) -> None:
         if self.domains:
@@ -247,6 +249,15 @@ class NextGroups:
         row += sum(other.num_rows for other in plan.domains[:source])
         size, stream = domain.group_size or plan.group_size, f"{TRAIN}/{domain.name}"
         return PromptGroup(number, epoch, row, size, engine_version, stream=stream, position=position)
+
+    def next(self, count: int, engine_version: int) -> list[PromptGroup]:
+        """The groups that `make` will return next, at most `count`, without domains and offered rows."""
+        assert not (self._plan.domains or self.offered)
+        plan, first = self._plan, self._num_drawn
+        count = count if self.num_left is None else min(count, self.num_left)
+        places = (place(first + i, plan.num_rows, plan.seed, plan.shuffle) for i in range(count))
+        number = self._num_issued
+        return [PromptGroup(number + i, *at, plan.group_size, engine_version) for i, at in enumerate(places)]
 
     @property
     def _num_issued(self) -> int:

@@ -1,7 +1,7 @@
 """A domain queue, a part of the sample queue: the groups of one domain, by the last step that may train on them."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
@@ -71,7 +71,7 @@ class DomainQueue:
     def num_extra(self) -> int:
         """Extra groups that may run beyond the slots of the next step: a fraction of the missing ones, so that a few
         missing groups do not start a whole batch."""
-        return ceil(self._oversampling * max(0, self.num_lacking))
+        return ceil(self._oversampling * max(0, self.num_lacking)) if self._oversampling else 0
 
     def room(self, step: int) -> int:
         """Slots up to that step without a group in the queue, plus extra groups; negative if there are too many."""
@@ -86,6 +86,11 @@ class DomainQueue:
             self.waiting.add(number)
         else:
             self._enter(number)
+
+    def add_running(self, numbers: Collection[int], first: PromptGroup) -> None:
+        """Add running groups with the due step of the first."""
+        self.num_live += len(numbers)
+        self._due.setdefault(first.due(self._max_staleness), _Due()).running.update(numbers)
 
     def wait(self, number: int) -> None:
         """Let a running or complete group wait to be issued again."""
@@ -105,6 +110,18 @@ class DomainQueue:
         self._change(number, state=GroupState.QUEUED, num_tokens=num_tokens, lowest_version=lowest)
         self.num_complete += 1
         self._enter(number)
+
+    def complete_all(self, num_tokens: Mapping[int, int]) -> None:
+        """`complete` for running groups with the versions of their issues. num_tokens: of each, by its id."""
+        for number, tokens in num_tokens.items():
+            group = self._groups[number]
+            members = self._due[group.due(self._max_staleness)]
+            members.running.remove(number)
+            members.complete.add(number)
+            self._groups[number] = group.changed(
+                state=GroupState.QUEUED, num_tokens=tokens, lowest_version=group.version
+            )
+        self.num_complete += len(num_tokens)
 
     def drop(self, number: int, reason: str) -> None:
         self._leave(number).dropped[reason] += 1

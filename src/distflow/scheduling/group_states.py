@@ -89,8 +89,16 @@ class PromptGroup:
 
     def issued_fields(self) -> dict[str, Any]:
         """Fields of the ledger's record of its issue."""
-        fields = {name: getattr(self, name) for name in ("group_id", "epoch", "row", "version", "attempt")}
-        return {**fields, "domain": self.domain} if self.domain else fields
+        fields: dict[str, Any] = {
+            "group_id": self.group_id,
+            "epoch": self.epoch,
+            "row": self.row,
+            "version": self.version,
+            "attempt": self.attempt,
+        }
+        if self.domain:
+            fields["domain"] = self.domain
+        return fields
 
 
 class Places:

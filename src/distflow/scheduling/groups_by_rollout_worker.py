@@ -6,8 +6,8 @@ from heapq import heapify, heappop, heappush
 
 from distflow.scheduling.group_states import PromptGroup
 
-_MAX_GROUPS = 1000
-"""Most groups in one reply: 65 kB if it goes to another process."""
+MAX_GROUPS = 1000
+"""Most groups in one reply to another process: 65 kB."""
 
 
 @dataclass
@@ -55,9 +55,11 @@ class GroupsByWorker:
 
     def assign(self, group_id: int, attempt: int) -> str:
         """Assign a group to the worker with the fewest groups (on a tie, the first); returns its name."""
-        while not self._is_now(*self._by_load[0]):
-            heappop(self._by_load)
-        chosen = self._all[heappop(self._by_load)[1]]
+        chosen = self._all[0]
+        if len(self._all) > 1:
+            while not self._is_now(*self._by_load[0]):
+                heappop(self._by_load)
+            chosen = self._all[heappop(self._by_load)[1]]
         chosen.assigned.append(group_id)
         chosen.running[group_id] = attempt
         self._note_load(chosen)
@@ -65,6 +67,8 @@ class GroupsByWorker:
         return chosen.name
 
     def _note_load(self, worker: RolloutWorker) -> None:
+        if len(self._all) == 1:  # it gets all groups
+            return
         heappush(self._by_load, (len(worker.running), worker.number))
         if len(self._by_load) > 8 * len(self._all):  # most are of the past
             self._by_load = [(len(each.running), each.number) for each in self._all if each.takes]
@@ -73,10 +77,11 @@ class GroupsByWorker:
     def _is_now(self, load: int, number: int) -> bool:
         return self._all[number].takes and len(self._all[number].running) == load
 
-    def fetch(self, number: int) -> list[int]:
-        """Ids of the groups assigned to a worker, at most one reply's worth."""
+    def fetch(self, number: int, most: int | None = MAX_GROUPS) -> list[int]:
+        """Ids of the groups assigned to a worker, at most so many."""
         worker = self._all[number]
-        fetched, worker.assigned = worker.assigned[:_MAX_GROUPS], worker.assigned[_MAX_GROUPS:]
+        fetched = worker.assigned[:most]
+        worker.assigned = worker.assigned[len(fetched) :]
         return fetched
 
     def end(self, group_id: int, complete: bool) -> None:
@@ -127,4 +132,6 @@ class GroupsByWorker:
     def join(self, name: str) -> int:
         """Add a replacement; returns its number. It gets groups after its first request."""
         self._all.append(RolloutWorker(name, len(self._all), None, takes=False))
+        self._by_load = [(len(each.running), each.number) for each in self._all if each.takes]
+        heapify(self._by_load)
         return len(self._all) - 1

@@ -22,8 +22,9 @@ One JSON object per line: {"t": seconds since 1970, "restart": restart, "kind": 
                                                          domains: issued, consumed, dropped, aborted; step: the last one
     rolled_back to (a byte offset)                       a resume: the records since `to` no longer hold
 
-Steps are counted from 1. Nothing is ever rewritten. Records of other kinds may be added; readers skip kinds that they
-do not know.
+A record of kind issued or complete may be of several groups, rows of the data set that were loaded together: then each
+of its lists has a value for each group (`by_group`). Steps are counted from 1. Nothing is ever rewritten. Records of
+other kinds may be added; readers skip kinds that they do not know.
 """
 
 import json
@@ -32,7 +33,7 @@ import secrets
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -40,8 +41,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from distflow.errors import UserError
+from distflow.observe.run_reader import by_group
 from distflow.scheduling.group_states import CountsError, DomainCounts, GroupCounts, counts_by_domain
 from distflow.untrusted_files import MAX_LINE_BYTES, lines_of, open_file
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 Record = dict[str, Any]
 """A line; its fields by kind are listed above."""
@@ -75,6 +79,8 @@ class _State(IntEnum):
     SETTLED = 5
     """Trained or dropped in another run's ledger; only the counts were inherited."""
 
+    __hash__ = int.__hash__  # the enum's own is slow
+
 
 class LedgerCounts:
     """Counts groups, one byte each; a record that moves one in an impossible way is an error."""
@@ -100,7 +106,10 @@ class LedgerCounts:
         return GroupCounts.of(self._domains, running, complete, self._num_aborted_tokens)
 
     def on_issued(self, record: Record) -> None:
-        number, attempt = record["group_id"], record["attempt"]
+        for number, attempt in _values(record, "attempt"):
+            self._issue(number, attempt, record)
+
+    def _issue(self, number: int, attempt: int, record: Record) -> None:
         if number == len(self._states):
             self._states.append(_State.GENERATING)
             self._counts[_State.GENERATING] += 1
@@ -115,8 +124,9 @@ class LedgerCounts:
         self._attempts[number] = attempt
 
     def on_complete(self, record: Record) -> None:
-        self._move(record["group_id"], _State.GENERATING, _State.QUEUED)
-        self._tokens[record["group_id"]] = record["tokens"]
+        for number, tokens in _values(record, "tokens"):
+            self._move(number, _State.GENERATING, _State.QUEUED)
+            self._tokens[number] = tokens
 
     def on_lost(self, record: Record) -> None:
         self._move(record["group_id"], _State.QUEUED, _State.GENERATING)
@@ -174,6 +184,12 @@ class LedgerCounts:
             del self._attempts[number]
 
 
+def _values(record: Record, name: str) -> Iterator[tuple[int, int]]:
+    """The id of each group of a record, and its value."""
+    numbers, values = record["group_id"], record[name]
+    return zip(numbers, values, strict=True) if isinstance(numbers, list) else zip((numbers,), (values,), strict=True)
+
+
 class Ledger(AbstractContextManager["Ledger"]):
     """The only writer of a ledger. Each record reaches the operating system at once, the disk at `sync`; the caller
     must sync the name of a new file.
@@ -199,9 +215,20 @@ class Ledger(AbstractContextManager["Ledger"]):
 
     def append(self, kind: str, **fields: object) -> None:
         """Append a record. Raises CountsError, and writes nothing, if it moves a group in an impossible way."""
-        record = {"t": round(time.time(), 3), "restart": self.restart, "kind": kind, **fields}
-        self._counts.apply(record)
-        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        self.append_all(kind, [fields])
+
+    def append_all(self, kind: str, fields: Sequence[Mapping[str, object]], as_one: bool = False) -> None:
+        """Append records of one kind together; otherwise as `append`. fields: of each. as_one: write one record of all
+        groups."""
+        head = {"t": round(time.time(), 3), "restart": self.restart, "kind": kind}
+        if as_one and len(fields) > 1:
+            fields = [{name: [each[name] for each in fields] for name in fields[0]}]
+        lines = []
+        for each in fields:
+            record = {**head, **each}
+            self._counts.apply(record)
+            lines.append(_encode(record) + "\n")
+        self._file.write("".join(lines).encode())
         self._file.flush()
 
     def sync(self) -> None:
@@ -272,7 +299,8 @@ def counts_until(path: Path, end: int | None = None) -> LedgerCounts:
 
 
 def timeline(path: Path, end: int | None = None) -> Iterator[tuple[int, Record]]:
-    """(byte offset, record) of the valid records, which no later `rolled_back` revoked. end: read only those before it.
+    """(byte offset, record) of the valid records, which no later `rolled_back` revoked, one for each group that was
+    issued or completed. end: read only those before it.
 
     A torn line from a killed writer is skipped. Raises LedgerError for any other damage of valid records.
     """
@@ -283,7 +311,11 @@ def timeline(path: Path, end: int | None = None) -> Iterator[tuple[int, Record]]
             spans.append((position, stop))
             stop = to
     for span in reversed([*spans, (0, stop)]):
-        yield from _records(path, *span)
+        for offset, record in _records(path, *span):
+            if record["kind"] in ("issued", "complete"):
+                yield from ((offset, dict(each)) for each in by_group(record))
+            else:
+                yield offset, record
 
 
 def surviving_records(path: Path) -> Iterator[Record]:

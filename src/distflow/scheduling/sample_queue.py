@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
+from itertools import chain
 from typing import Literal
 
 from distflow.errors import UserError
@@ -127,6 +128,25 @@ class SampleQueue:
             raise CountsError(f"group {prompt_group.group_id} was issued twice: it is on the sample queue already")
         self.restore(prompt_group)
 
+    def issue_all(self, prompt_groups: Sequence[PromptGroup]) -> None:
+        """`issue` for new groups of one domain, version and size."""
+        groups = {group.group_id: group for group in prompt_groups}
+        if repeated := self._groups.keys() & groups.keys():
+            raise CountsError(f"group {min(repeated)} was issued twice: it is on the sample queue already")
+        self._groups |= groups
+        if prompt_groups:
+            self.domain_queues[prompt_groups[0].domain].add_running(groups.keys(), prompt_groups[0])
+
+    def complete_all(self, num_tokens: Mapping[int, int]) -> list[PromptGroup]:
+        """`complete` for several groups, with the versions of their issues. num_tokens: of each, by its id."""
+        by_domain: dict[str, dict[int, int]] = {}
+        for number, tokens in num_tokens.items():
+            group = self.running_group(number, "complete")
+            by_domain.setdefault(group.domain, {})[number] = tokens
+        for domain, own in by_domain.items():
+            self.domain_queues[domain].complete_all(own)
+        return [self._groups[number] for number in num_tokens]
+
     def restore(self, group: PromptGroup) -> None:
         """Add a group of a snapshot. An incomplete one died with its process, and waits to be issued again."""
         self._groups[group.group_id] = group
@@ -246,7 +266,7 @@ class SampleQueue:
 
     @property
     def _formed(self) -> tuple[int, ...]:
-        return tuple(number for queue in self.domain_queues.values() for number in queue.formed)
+        return tuple(chain.from_iterable(queue.formed for queue in self.domain_queues.values()))
 
     def _needs(self, wanted: int) -> list[tuple[DomainQueue, int]]:
         """How many groups each domain queue gives."""

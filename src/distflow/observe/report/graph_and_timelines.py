@@ -397,5 +397,5 @@ def _counters(run_dir: Path, metrics: Sequence[reader.MetricsRecord], windows: _
     for record in read_records(run_dir / "ledger.jsonl", reader.MAX_BYTES, run_dir)[0]:
         t = to_number(record.get("t")) or 0.0
         if record.get("kind") == "complete" and begin <= t <= end:
-            tokens += to_number(record.get("tokens")) or 0.0
+            tokens += sum(to_number(each.get("tokens")) or 0.0 for each in reader.by_group(record))
             yield _event("C", "tokens of completed groups", t, args={"tokens": tokens})

@@ -321,10 +321,12 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             if not self._closed:
                 self._events.append(record)
 
-    def span(self, actor: str, span: Span) -> None:
+    def span(self, actor: str, span: Span, step: int | None = None) -> None:
+        """step: if the span has none."""
         record = {"t0": span.start, "t1": span.end, "kind": span.kind, "what": span.what, "restart": self.restart}
-        optional = {key: getattr(span, key) for key in ("step", "group_id", "version", "on")}
-        record.update({key: value for key, value in optional.items() if value is not None})
+        step = step if span.step is None else span.step
+        optional = (("step", step), ("group_id", span.group_id), ("version", span.version), ("on", span.on))
+        record.update({key: value for key, value in optional if value is not None})
         actor = f"{actor}-{self._part}" if self._part else actor
         with self._lock:
             if actor not in self._spans:

@@ -19,6 +19,7 @@ from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of
 from distflow.config.keys.reward import OnError, on_error_of
 from distflow.data.batch import Written
+from distflow.data.encoded_prompts import PromptRow
 from distflow.data.sample import ENV_ERROR, Sample, Segment
 from distflow.errors import UserError
 from distflow.graph import Drop, NodeRole, node, node_factory
@@ -27,7 +28,9 @@ from distflow.rewards.reward_results import ACC, Score
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine
 from distflow.runtime.compiled_node import NodeContext
-from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.rollout_loop.group_samples_and_columns import Group, sample_of_row
+from distflow.runtime.rollout_loop.row_loader import SAMPLES_OF_ROW
+from distflow.scheduling.group_states import PromptGroup
 
 REJECTED = "rejected"
 RESPONSE_FIELDS = ("responses", "response_ids", "response_mask", "versions", "finish_reason", "truncated", "valid")
@@ -64,22 +67,33 @@ async def load_responses(group: Group, tokenizer: PreTrainedTokenizerBase) -> li
 
     The text of a conversation keeps its special tokens, which mark the turns.
     """
-    assert group.row.response_ids is not None, "an SFT pipeline's rows have responses"
-    is_plain = group.row.turns is None
-    text = str(tokenizer.decode(list(group.row.response_ids), skip_special_tokens=is_plain))
-    sample = group.sample(0, None, text, "stop")
-    return [replace(sample, segments=[*sample.segments, *group.row.answer(group.prompt_group.version)])]
+    return response_of_row(group.prompt_group, group.row, tokenizer)
+
+
+def response_of_row(prompt_group: PromptGroup, row: PromptRow, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    assert row.response_ids is not None, "an SFT pipeline's rows have responses"
+    text = str(tokenizer.decode(list(row.response_ids), skip_special_tokens=row.turns is None))
+    return [sample_of_row(prompt_group, row, 0, row.answer(prompt_group.version), text)]
 
 
 @node(writes=RESPONSE_FIELDS, scope="group")
 async def load_pairs(group: Group, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """The data set's pair of responses: sample 0 is the chosen one, sample 1 the rejected one."""
-    row, samples = group.row, list[Sample]()
+    return pair_of_row(group.prompt_group, group.row, tokenizer)
+
+
+def pair_of_row(prompt_group: PromptGroup, row: PromptRow, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    samples = list[Sample]()
     for index, ids in enumerate((row.response_ids or (), row.rejected_ids or ())):
         zeros = (0.0,) * len(ids)
-        segment = Segment("policy", ids, zeros, zeros, (group.prompt_group.version,) * len(ids))
-        samples.append(group.sample(index, segment, str(tokenizer.decode(list(ids), skip_special_tokens=True)), "stop"))
+        segment = Segment("policy", ids, zeros, zeros, (prompt_group.version,) * len(ids))
+        text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
+        samples.append(sample_of_row(prompt_group, row, index, [segment], text))
     return samples
+
+
+setattr(load_responses, SAMPLES_OF_ROW, response_of_row)
+setattr(load_pairs, SAMPLES_OF_ROW, pair_of_row)
 
 
 SCORED_FIELDS = ("scores", "acc", "valid", "reward_parts", "reward_extra", "reward_errors")

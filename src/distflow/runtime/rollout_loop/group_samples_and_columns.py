@@ -59,20 +59,8 @@ class Group:
 
     def sample(self, index: int, segment: Segment | None, text: str, finish_reason: str) -> Sample:
         """The prompt with one response (None: none yet). text: its tokens decoded, without special tokens."""
-        row, prompt_group = self.row, self.prompt_group
-        prompt = Segment("prompt", tuple(row.prompt_ids), images=row.images)
-        return Sample(
-            uid=f"{prompt_group.group_id}-{index}",
-            group_index=prompt_group.group_id,
-            episode=index,
-            segments=[prompt, segment] if segment else [prompt],
-            prompt=row.prompt_text,
-            response=text,
-            domain=row.domain,
-            ground_truth=row.ground_truth,
-            extra_info=row.extra_info or {},
-            finish_reason=finish_reason,
-        )
+        segments = [segment] if segment else []
+        return sample_of_row(self.prompt_group, self.row, index, segments, text, finish_reason)
 
     def __contains__(self, name: object) -> bool:
         return name in self.batch()
@@ -107,7 +95,7 @@ class Group:
             samples = self.samples or [self.sample(i, None, "", "stop") for i in self.wanted]
             self._columns = Batch.from_samples(samples)
         if self._batch is None:
-            batch = self._columns.only(self._columns.names)
+            batch = self._columns.copy()
             for name, value in self.written.items():
                 batch[name] = value
             if "token_level_scores" in batch.names and "scores" not in batch:
@@ -118,7 +106,30 @@ class Group:
                 if name in batch:
                     batch[name] = batch.flat(name)  # stored, so that it is derived only once
             self._batch = batch
-        return self._batch.only(self._batch.names)
+        return self._batch.copy()
+
+
+def sample_of_row(
+    prompt_group: PromptGroup,
+    row: PromptRow,
+    index: int,
+    segments: Sequence[Segment],
+    text: str,
+    finish_reason: str = "stop",
+) -> Sample:
+    """Sample `index` of the group of a row. segments: of the response. text: as in `Group.sample`."""
+    return Sample(
+        uid=f"{prompt_group.group_id}-{index}",
+        group_index=prompt_group.group_id,
+        episode=index,
+        segments=[Segment("prompt", tuple(row.prompt_ids), images=row.images), *segments],
+        prompt=row.prompt_text,
+        response=text,
+        domain=row.domain,
+        ground_truth=row.ground_truth,
+        extra_info=row.extra_info or {},
+        finish_reason=finish_reason,
+    )
 
 
 def finished_group(prompt_group: PromptGroup, batch: Batch, measured: Sequence[Measured]) -> FinishedGroup[Batch]:

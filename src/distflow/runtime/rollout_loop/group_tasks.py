@@ -23,6 +23,7 @@ from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_
 from distflow.runtime.engines_and_services import Resources
 from distflow.runtime.rollout_loop.generation_batches import EarlyStop, Rounds, cancel
 from distflow.runtime.rollout_loop.group_samples_and_columns import Group, accuracy_of, finished_group
+from distflow.runtime.rollout_loop.row_loader import RowLoader
 from distflow.runtime.rollout_loop.user_calls import PlainCalls, deadline_paused
 from distflow.runtime.run_errors_and_limits import Failure, NodeError
 from distflow.runtime.sample_queue.protocol import AbortedGroups, DroppedGroup, SampleQueuePort
@@ -167,8 +168,9 @@ class RolloutLoop:
     limit of a sync function for each sample. in_batches: groups start together as a generation batch, and the next ones
     when these have ended. stops_early: groups of a generation batch that remain when the step is full are aborted.
     call_counts: of reward calls on all groups, including dropped ones. prepare_rows: called with the rows of groups
-    about to start. asks_in_rounds: groups that start together also send their later requests together. surplus: tasks
-    of groups that the queue ended.
+    about to start. asks_in_rounds: groups that start together also send their later requests together. row_loader:
+    loads the groups that start together, in place of the steps; None if there is more to do. surplus: tasks of groups
+    that the queue ended.
     """
 
     steps: Sequence[Step]
@@ -184,6 +186,7 @@ class RolloutLoop:
     call_counts: CallCounts = field(default_factory=CallCounts)
     prepare_rows: Callable[[Sequence[int]], None] = lambda rows: None
     asks_in_rounds: bool = False
+    row_loader: RowLoader | None = None
     surplus: "WeakSet[asyncio.Task[None]]" = field(default_factory=WeakSet)
 
     @staticmethod
@@ -220,6 +223,7 @@ class RolloutLoop:
             call_counts=resources.reward_fn.call_counts if resources.reward_fn is not None else CallCounts(),
             prepare_rows=spec.rows.prepare if isinstance(spec.rows, PromptRows) else lambda rows: None,
             asks_in_rounds=spec.config.actor_rollout_ref.rollout.workflow is not None,
+            row_loader=RowLoader.of(nodes, spec.rows, resources.tokenizer),
         )
 
     async def run(self, group: Group, steps: Sequence[Step], context: MakeContext) -> Drop | None:
@@ -274,6 +278,9 @@ class RolloutLoop:
                             self.surplus.add(running[group.group_id])
                             groups.create_task(cancel([running.pop(group.group_id)], self.plain_calls))
                     prompt_groups = [group for group in prompt_groups if group.state is not GroupState.WAITING]
+                    if self.row_loader is not None:
+                        self._load_rows(self.row_loader, prompt_groups, queue)
+                        continue
                     with self.events.waits("rollout", "rows", on=DATA):
                         self.prepare_rows([prompt_group.row for prompt_group in prompt_groups])
                     if self.in_batches:
@@ -291,6 +298,20 @@ class RolloutLoop:
             if isinstance(first, UserError | TrustError):
                 raise first from None
             raise RolloutLoopFailed(f"the rollout loop has failed: {type(first).__name__}: {first}") from first
+
+    def _load_rows(self, loader: RowLoader, prompt_groups: list[PromptGroup], queue: SampleQueuePort) -> None:
+        """Complete these groups, then load those of the next step while this one trains."""
+        started = time.time()
+        with self.events.waits("rollout", "rows", on=DATA):
+            loaded = loader.load(prompt_groups)
+        for prompt_group, unusable in loaded.unusable:
+            self._end(prompt_group, f"{unusable.reason}: {unusable}", started)
+            queue.drop(DroppedGroup(prompt_group, unusable.reason))
+        if loaded.groups.prompt_groups:
+            self._end(loaded.groups.prompt_groups[0], "complete", started)  # one span, of the first
+            self.group_recorder.keep_loaded(loaded.groups)
+            queue.put_loaded(loaded.groups)
+        loader.load_ahead(queue.foresee())
 
     async def _run_batch(self, prompt_groups: Sequence[PromptGroup], queue: SampleQueuePort) -> None:
         """With `stops_early` there are more groups than the step may need."""

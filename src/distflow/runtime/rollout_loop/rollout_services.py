@@ -34,6 +34,7 @@ from distflow.runtime.early_stop_and_signals import leave_at_once
 from distflow.runtime.engines_and_services import Resources
 from distflow.runtime.rollout_loop.engine_watch import STACKS, Deadline, EngineHangs, WatchedEngine
 from distflow.runtime.rollout_loop.loop_thread import LEAVES_WITHIN_S, LoopGivenUp, LoopThread, on_a_thread
+from distflow.runtime.shared_cores import SharedCores
 from distflow.runtime.spec import Spec
 
 NUM_CHECKED_ROWS = 16
@@ -167,6 +168,7 @@ class RolloutServices:
         only waits while the engine generates, so the engine computes there if it can.
         """
         self._thread = LoopThread("rollout", blocked_after_s)
+        self._shared_cores = SharedCores()
         engine = resources.rollout
         self._host: HostThread | None = None
         if takes_turns and isinstance(engine, Hosted):
@@ -198,6 +200,7 @@ class RolloutServices:
         self._thread.__enter__()
         with ExitStack() as if_it_fails:  # Python does not call `__exit__` then, and services may already run
             if_it_fails.push(self.__exit__)
+            self._shared_cores.__enter__()
             self.call(self._enter())
             if_it_fails.pop_all()
         return self
@@ -214,6 +217,7 @@ class RolloutServices:
                 raise
         finally:
             self._thread.__exit__()
+            self._shared_cores.__exit__()
 
     def call(self, work: Coroutine[object, object, T]) -> T:
         return self._wait(lambda: self._thread.start(work))

@@ -1,11 +1,19 @@
 """The sample queue within one process, between the asyncio thread that fills it and the threads that train from it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from itertools import chain, groupby
 
 from distflow.data.batch import Batch
-from distflow.runtime.sample_queue.protocol import NewWorkers, TrainingStep
+from distflow.runtime.sample_queue.protocol import (
+    FinishedGroup,
+    LoadedGroups,
+    NewWorkers,
+    ResumePoint,
+    TrainingStep,
+)
 from distflow.runtime.sample_queue.queue_base import SharedSampleQueue, joined
 from distflow.scheduling.group_states import PromptGroup
 
@@ -17,6 +25,7 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
     while the coordinator decides, and an event of its loop wakes it.
     """
 
+    most_handed_out = None
     # Set by `prompt_groups` before its first read of what the lock guards, so that it sees any change made while there
     # was no loop to wake.
     _loop: asyncio.AbstractEventLoop | None = None
@@ -36,6 +45,22 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
             with self._waits("rollout", "capacity", on="training"):
                 await self._event.wait()
 
+    def put_loaded(self, loaded: LoadedGroups) -> None:
+        groups = {group.prompt_group.group_id: group for group in loaded.finished}
+        with self._lock:
+            self._groups |= groups
+            self._coordinator.complete_all({number: group.num_tokens for number, group in groups.items()})
+            for number in groups:
+                self._workers.end(number, complete=True)
+            self._count(None)
+            self._notify()
+        self._wake_loop()
+
+    def resume_point(self) -> ResumePoint[Batch]:
+        point = super().resume_point()
+        queued = {number: replace(group, data=_own(group), rows=None) for number, group in point.queued.items()}
+        return replace(point, queued=queued)
+
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
     ) -> TrainingStep[Batch] | None:
@@ -43,8 +68,25 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
         assert not isinstance(taken, NewWorkers), "the engine of one process is there from the start"
         return None if taken is None else joined(taken, Batch.concat(taken.batch))
 
+    def _data_of(self, groups: Sequence[FinishedGroup[Batch]]) -> Sequence[Batch]:
+        """The groups' samples; those of neighbours that were loaded together in one batch."""
+        found = []
+        for _, together in groupby(groups, key=lambda group: id(group.data)):
+            own = list(together)
+            if own[0].rows is None:
+                found += [group.data for group in own]
+                continue
+            rows = list(chain.from_iterable(group.rows or () for group in own))
+            batch = own[0].data
+            found.append(batch if rows == list(range(len(batch))) else batch.select(rows))
+        return found
+
     def _wake_loop(self) -> None:
         """Have `prompt_groups` check again; from any thread."""
         if self._loop is not None:
             with suppress(RuntimeError):  # it is closed, maybe only now by its thread
                 self._loop.call_soon_threadsafe(self._event.set)
+
+
+def _own(group: FinishedGroup[Batch]) -> Batch:
+    return group.data if group.rows is None else group.data.select(group.rows)

@@ -3,6 +3,7 @@ for workers, and the rows that a user's own loop submits to it. Each transport h
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Generic, NamedTuple, Protocol, TypeVar, overload
 
 from distflow.data.batch import Batch
@@ -38,10 +39,34 @@ class FinishedGroup(Generic[T]):
     num_bytes: int = 0
     accuracy: Accuracy | None = None
     failure: Failure | None = None
+    rows: range | None = None
+    """Its samples in `data`, if that is also of other groups; None for all."""
 
     def stored_as(self, data: U) -> "FinishedGroup[U]":
         """The same group with its samples in another form."""
         return FinishedGroup(**{**vars(self), "data": data})
+
+
+@dataclass(frozen=True)
+class LoadedGroups:
+    """Groups whose samples are rows of the data set, which were loaded together.
+
+    batch: the samples of all groups, as many of each.
+    """
+
+    prompt_groups: Sequence[PromptGroup]
+    batch: Batch
+
+    @cached_property
+    def finished(self) -> list[FinishedGroup[Batch]]:
+        tokens = self.batch.lengths("sequence").tolist()
+        size = len(tokens) // max(1, len(self.prompt_groups))
+        found = []
+        for place, prompt_group in enumerate(self.prompt_groups):
+            rows = range(place * size, (place + 1) * size)
+            num_tokens = sum(tokens[rows.start : rows.stop])
+            found.append(FinishedGroup(prompt_group, self.batch, num_tokens, prompt_group.version, rows=rows))
+        return found
 
 
 @dataclass(frozen=True)
@@ -139,6 +164,12 @@ class SampleQueuePort(Protocol):
 
     def put(self, finished: FinishedGroup[Batch]) -> None:
         """A group has completed the rollout loop."""
+
+    def put_loaded(self, loaded: LoadedGroups) -> None:
+        """Groups that were loaded together have completed the rollout loop."""
+
+    def foresee(self) -> list[PromptGroup]:
+        """See `Coordinator.foresee`."""
 
     def drop(self, dropped: DroppedGroup) -> None:
         """Drop a group; another may start in its place."""

@@ -20,7 +20,7 @@ from distflow.runtime.sample_queue.protocol import OfGroup, Submissions
 from distflow.runtime.worker_place_and_dp_groups import DpGroupShares, divide_among_ranks
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import PromptGroup
-from distflow.scheduling.groups_by_rollout_worker import GroupsByWorker, RolloutWorker
+from distflow.scheduling.groups_by_rollout_worker import MAX_GROUPS, GroupsByWorker, RolloutWorker
 from distflow.scheduling.sample_queue import Exhausted
 
 T = TypeVar("T")
@@ -61,6 +61,9 @@ class SharedSampleQueue(Generic[T]):
     updates, validates or saves. Otherwise they are handed out whenever there is capacity. A group goes to the worker
     with the fewest groups.
     """
+
+    most_handed_out: int | None = MAX_GROUPS
+    """Groups that a worker gets at once; None for no limit."""
 
     def __init__(
         self,
@@ -141,6 +144,10 @@ class SharedSampleQueue(Generic[T]):
             self._notify()
             self._wake_asker()
         self._wake_loop()
+
+    def foresee(self) -> list[PromptGroup]:
+        with self._lock:
+            return self._coordinator.foresee()
 
     def drop(self, dropped: protocol.DroppedGroup) -> None:
         group_id = dropped.prompt_group.group_id
@@ -353,7 +360,8 @@ class SharedSampleQueue(Generic[T]):
                 if name := self._workers.assign(prompt_group.group_id, prompt_group.attempt):
                     self._coordinator.assign(prompt_group.group_id, name)
                 self._askers.notify_all()
-        prompt_groups = [self._coordinator.queue.prompt_group(group_id) for group_id in self._workers.fetch(worker)]
+        fetched = self._workers.fetch(worker, self.most_handed_out)
+        prompt_groups = [self._coordinator.queue.prompt_group(group_id) for group_id in fetched]
         self._notify()
         return [*self._workers.fetch_ended(worker), *prompt_groups]
 
@@ -378,7 +386,7 @@ class SharedSampleQueue(Generic[T]):
         parts = {}
         for rank, indices in enumerate(divided):
             own = tuple(numbers[index] for index in indices)
-            data = [groups[number].data for number in own or numbers[:1]]
+            data = self._data_of([groups[number] for number in own or numbers[:1]])
             counts = reward_counts if rank == 0 else RewardCounts()
             own_loads = tuple(loads[index] for index in indices)
             groups_of = map(self._coordinator.queue.prompt_group, own)
@@ -387,6 +395,9 @@ class SharedSampleQueue(Generic[T]):
                 numbers, own, data, metrics, counts, loads=own_loads, queued=queued
             )
         return parts
+
+    def _data_of(self, groups: Sequence[protocol.FinishedGroup[T]]) -> Sequence[T]:
+        return [group.data for group in groups]
 
     def _take_back(self, reading: "_Reading[T]", step: int) -> None:
         """Return lost groups after all ranks have reported. Inside the lock."""
