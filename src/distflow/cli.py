@@ -66,7 +66,7 @@ COMMANDS: dict[str, Command] = {
     "plan": Command("show what a run needs and how long it takes, without its devices", "plan", runs_code=True),
     "config": Command("print the resolved config", "config_and_data"),
     "migrate": Command(
-        "convert a script, command or config of TRL, OpenRLHF, verl, ROLL or AReaL", "migration.conversion"
+        "convert a config or command of TRL, OpenRLHF, verl, siiRL, ROLL or AReaL", "migration.conversion"
     ),
     "data": Command("show the data as the model receives it", "config_and_data", runs_code=True),
     "reward": Command(
