@@ -72,6 +72,8 @@ BAD = {
     "note.ipynb": ("{}", "`jupyter nbconvert --to script` makes a script of it"),
     "rows.jsonl": ('{"prompt": "1+1"}', "it is a file of data: name it in data.train_files"),
     "rows.parquet": (b"PAR1\x00", "it is a file of data"),
+    "key.sh": ("python3 -m verl.trainer.main_ppo " + "a." * 50_000 + "b=1\n", "more than 300 characters"),
+    "keys.txt": ("a." * 50_000 + "b=1\n", "more than 300 characters"),
     "list.yaml": ("- a\n- b\n", "it is not a mapping of keys"),
     "version9.yaml": ("format: 9\nlearner: {rate: 1}\nseed: 1\nworld: {size: 3}\n", "of an unknown version"),
     "bomb.yaml": ("a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(

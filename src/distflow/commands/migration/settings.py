@@ -14,6 +14,7 @@ from distflow.errors import UserError
 
 _LEAST_KNOWN = 0.5  # of a file's keys; with fewer it is another tool's, or of a version that the tables do not have
 _MAX_KEYS = 3000
+MAX_KEY_LENGTH = 300
 _NUMBERS_OF_RANGE = re.compile(r"list\(range\((\d+), ?(\d+)\)\)")
 _OF_SIIRL = ("algorithm.workflow_type", "dag.")
 """Keys of siiRL that are ours too."""
@@ -84,6 +85,8 @@ def identify(values: dict[str, object]) -> ForeignSettings:
     leaves = [leaf for name, value in plain.items() for leaf in _leaves(name, value, tree)]
     if len(leaves) > _MAX_KEYS:
         raise UserError(f"it has {len(leaves):,} keys; at most {_MAX_KEYS:,} are read")
+    if any(len(key) > MAX_KEY_LENGTH for key in [*unread, *dict(leaves)]):
+        raise UserError(f"a key has more than {MAX_KEY_LENGTH} characters")
     of_hydra = [key for key, _ in leaves if re.match(r"(?:defaults|hydra)\b", key)]
     read = {key: value for key, value in leaves if key not in of_hydra} | unread
     if not any(key.startswith("actor.") for key in read) and "model.optimizer.lr" in read:  # AReaL's fine-tuning

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from distflow.commands.migration.settings import Unread, scalar
+from distflow.commands.migration.settings import MAX_KEY_LENGTH, Unread, scalar
 from distflow.errors import UserError, joined
 
 _MAX_VALUE = 10_000
@@ -198,6 +198,8 @@ def read_options(words: list[str], value_of: Callable[[list[str]], object]) -> I
         if name and (override or is_option):
             yield name.replace("-", "_"), value_of(values)
             name = ""
+        if len(override[1] if override else name) > MAX_KEY_LENGTH:
+            raise UserError(f"a key has more than {MAX_KEY_LENGTH} characters")
         if override:
             key = override[1].replace("-", "_") if word.startswith("--") else override[1]
             yield key, value_of([override[2]])
