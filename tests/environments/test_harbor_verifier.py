@@ -70,7 +70,7 @@ BREAKS = {
     "a socket": "rm answer; python -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"answer\")'",
     "links in a circle": "rm answer; ln -s answer b; ln -s b answer",
     "a large file with holes": "truncate -s 900M answer",
-    "deep folders": 'python -c \'import os\nfor _ in range(3000): os.mkdir("d"); os.chdir("d")\'',
+    "deep folders": 'python -c \'import os\nfor _ in range(1100): os.mkdir("d" * 9); os.chdir("d" * 9)\'',
     "deep folders without permission": "mkdir -p a/b/c; chmod 000 a/b; chmod 000 a",
     "the expected answer": "rm answer; ln -s /tests/right answer",
     "the expected answer, by a link of a folder": "rm answer; ln -s /usr d; ln -s d/../tests/right answer",
