@@ -278,11 +278,6 @@ READ = {
         'trainer.experiment_name="$x"\n',
         {LR: 3e-6, "data.train_batch_size": 32, "trainer.experiment_name": "a # b"},
     ),
-    "a package of that name": (
-        "sh",
-        f"pip install trl\ncd ~/src/trl\n{VERL} {MODEL_PATH}=$PWD/m\npython3 -m verl.trainer.main_generation a=1\n",
-        {MODEL_PATH: "./m"},
-    ),
     "a penalty that is off": (
         "sh",
         f"{VERL} reward_model.overlong_buffer.enable=False reward_model.overlong_buffer.len=4096 "
@@ -298,12 +293,6 @@ READ = {
         "sh",
         f"{VERL} {ACTOR}.loss_agg_mode=token-mean {ACTOR}.policy_loss.loss_mode=gspo\n",
         {f"{ACTOR}.policy_loss": "gspo", f"{ACTOR}.loss_agg_mode": "token-mean"},
-    ),
-    "a loop over one value": (
-        "sh",
-        f'rates=(1e-3)\nfor rate in "${{rates[@]}}"; do\n{VERL} {LR}=$rate {ACTOR}.strategy=fsdp2 '
-        "trainer.n_gpus_per_node=2\ndone\n",
-        {LR: 1e-3, f"{ACTOR}.strategy": "fsdp"},
     ),
     "a quotation with escapes": (
         "sh",

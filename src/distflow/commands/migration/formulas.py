@@ -122,11 +122,12 @@ def compute(
             same = {key for key, name in named if key == ours or name and name.ours == ours}
             found.used |= same  # in another unit
             is_said = same or is_known(ours) and any(value is each for each in made)
-            missing += [f"{ours}: {value.why}"] if is_said else []
+            of_keys = f" (from {', '.join(sorted(same))})" if same - {ours} else ""
+            missing += [f"{ours}: {value.why}{of_keys}"] if is_said else []
             continue
         parts = [name.replace("__", ".") for name in own]
         sources[ours] = set[str]().union(*({name} if name == ours else sources.get(name, {name}) for name in parts))
-        read |= sources[ours]
+        read |= sources[ours] if value is not None else sources[ours] - {ours}  # a key that is theirs too
         if value is not None and is_known(ours):
             found.used |= sources[ours]
             found.overrides[ours] = "null" if value == "null" else tables.as_override(value)
