@@ -125,7 +125,7 @@ class Measured(NamedTuple):
 
 
 def measured(folder: Path) -> Measured:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").split("\n") if line]
     steps = [line["m"] for line in lines if line["kind"] == "train"]
     first = max(1, len(steps) // 4)
     processor = json.loads((folder / "processor.json").read_text())[first:]

@@ -42,8 +42,8 @@ def measured(folder: Path, words: list[str]) -> float:
     run = [f"trainer.default_local_dir={folder / 'run'}", "trainer.total_training_steps=2", "trainer.device=cpu"]
     command = [sys.executable, "-m", "distflow", "train", *words, *quiet, *run]
     subprocess.run(command, check=True, capture_output=True)
-    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
-    return max(float(json.loads(line)["m"]["memory"]["process"]["peak"]) for line in lines)
+    with (folder / "run/metrics.jsonl").open(encoding="utf-8") as lines:
+        return max(float(json.loads(line)["m"]["memory"]["process"]["peak"]) for line in lines)
 
 
 def predicted(words: list[str]) -> float:

@@ -50,8 +50,10 @@ def first_token_s(source: Path, *more: str) -> float:
         environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
         began = time.time()
         subprocess.run(command, env=environment, cwd=folder, check=True, capture_output=True)
-        lines = [line for file in Path(folder, "run", "spans").iterdir() for line in file.read_text().splitlines()]
-        spans = [json.loads(line) for line in lines]
+        lines = [
+            line for file in Path(folder, "run", "spans").iterdir() for line in file.read_text("utf-8").split("\n")
+        ]
+        spans = [json.loads(line) for line in lines if line]
         return min(span["t1"] for span in spans if span["kind"] == "group") - began
 
 

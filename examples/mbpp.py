@@ -7,7 +7,7 @@ from pathlib import Path
 
 def rows() -> Iterator[dict[str, object]]:
     """From mbpp.jsonl in the current folder."""
-    for line in Path("mbpp.jsonl").read_text(encoding="utf-8").splitlines():
+    for line in Path("mbpp.jsonl").read_text("utf-8").rstrip("\n").split("\n"):
         row = json.loads(line)
         prompt = f"{row['text']} Your function must pass this test:\n{row['test_list'][0]}"
         yield {**row, "prompt": prompt, "recorded": row["code"]}

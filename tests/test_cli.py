@@ -256,3 +256,48 @@ def test_output_that_nobody_reads_ends_the_command_with_the_status_of_its_signal
         process.stdout.close()
         said = process.stderr.read()
     assert (process.returncode, said) == (128 + signal.SIGPIPE, b"")
+
+
+LOCALES = [{"LC_ALL": "C"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}, {"LC_ALL": "C.UTF-8"}]
+
+
+def start(folder: Path, locale: dict[str, str], *arguments: str | bytes) -> "subprocess.CompletedProcess[bytes]":
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("LC_", "LANG", "PYTHONUTF8"))}
+    command = [sys.executable, "-m", "distflow", *arguments]
+    return subprocess.run(command, cwd=folder, env=env | locale, capture_output=True)
+
+
+@pytest.mark.parametrize("locale", LOCALES, ids=str)
+def test_names_are_utf8_in_any_locale(locale: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "größe").mkdir()
+    done = start(tmp_path / "größe", locale, "config", "quickstart_grpo", "trainer.default_local_dir=läuf/→")
+    assert "default_local_dir: läuf/→" in done.stdout.decode(), done.stderr.decode()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("locale", LOCALES[1:2], ids=str)
+def test_a_run_in_a_folder_with_any_letters(locale: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "größe"
+    folder.mkdir()
+    sizes = [
+        "data.train_batch_size=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.rollout.n=2",
+    ]
+    steps = ["trainer.total_training_steps=1", "trainer.val_before_train=false", "trainer.test_freq=0"]
+    own = ["trainer.default_local_dir=läuf", "trainer.experiment_name=größer"]
+    done = start(folder, locale, "train", "quickstart_grpo", *NEEDED, FRESH, *sizes, *steps, *own)
+    assert done.returncode == 0, done.stderr.decode()
+    assert "läuf" in (folder / "läuf" / "report.html").read_text("utf-8")
+    for command in ("report", "list"):
+        done = start(folder, locale, command, "läuf")
+        assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr.decode()
+
+
+def test_a_name_that_is_no_text_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    own = os.fsencode(tmp_path) + b"/r\xff"
+    os.mkdir(own)
+    for folder, name in ((tmp_path, b"r\xff/run"), (Path(os.fsdecode(own)), b"run")):
+        done = start(folder, {}, "train", "quickstart_grpo", *NEEDED, FRESH, b"trainer.default_local_dir=" + name)
+        assert done.returncode == 2 and b"xff" in done.stderr and b"Traceback" not in done.stderr
+        assert not os.listdir(own)

@@ -50,7 +50,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 def main() -> None:
     name, metrics, folder = sys.argv[1:]
     log, values = {"tensorboard": tensorboard, "trackio": trackio}[name](folder), dict[str, float]()
-    for line in Path(metrics).read_text().splitlines():
+    for line in Path(metrics).read_text("utf-8").rstrip("\n").split("\n"):
         record = json.loads(line)
         values = flat(record["m"])
         log(record["step"], values)

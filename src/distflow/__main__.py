@@ -11,6 +11,9 @@ if __name__ == "__main__" and sys.path[0] == os.getcwd():
 def main() -> int:
     """Run the command; its own handling of Ctrl-C replaces this one while there is something to close."""
     signal.signal(signal.SIGINT, _leave)
+    if sys.getfilesystemencoding() != "utf-8":  # as LC_ALL=C with PYTHONUTF8=0 has it: names and texts are UTF-8
+        command = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, "PYTHONUTF8": "1"})
     from distflow.cli import main as run_command
 
     return run_command()

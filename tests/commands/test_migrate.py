@@ -1,5 +1,8 @@
 """`distflow migrate`: what it prints and writes, and what it says of a file that it cannot read."""
 
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,7 +62,7 @@ BAD = {
     "broken.py": ("def f(:\n", "it is not a valid Python script"),
     "old.py": ("print 'two'\n", "it is not a valid Python script"),
     "deep.py": ("x = " + "(" * 5000, "it is not a valid Python script"),
-    "other.py": ("print(1)\n", "it does not call a trainer of TRL"),
+    "other.py": ("print(1)\n", "neither a trainer nor a config of TRL"),
     "dpo.py": ("from trl import DPOTrainer\nDPOTrainer('m').train()\n", "line 2: DPOTrainer uses an unsupported"),
     "kto.sh": ("python -m openrlhf.cli.train_kto --lr 1\n", "line 1: 'openrlhf.cli.train_kto' uses an unsupp"),
     "none.sh": ("echo hello\n", "no command in it trains"),
@@ -69,6 +72,8 @@ BAD = {
     "note.ipynb": ("{}", "`jupyter nbconvert --to script` makes a script of it"),
     "rows.jsonl": ('{"prompt": "1+1"}', "it is a file of data: name it in data.train_files"),
     "rows.parquet": (b"PAR1\x00", "it is a file of data"),
+    "key.sh": ("python3 -m verl.trainer.main_ppo " + "a." * 50_000 + "b=1\n", "more than 300 characters"),
+    "keys.txt": ("a." * 50_000 + "b=1\n", "more than 300 characters"),
     "list.yaml": ("- a\n- b\n", "it is not a mapping of keys"),
     "version9.yaml": ("format: 9\nlearner: {rate: 1}\nseed: 1\nworld: {size: 3}\n", "of an unknown version"),
     "bomb.yaml": ("a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
@@ -115,14 +120,43 @@ def test_a_config_of_ours_is_not_taken_for_another_systems(tmp_path: Path, capsy
     assert main(["migrate", str(file)]) == 0
 
 
-def test_a_text_or_list_that_doubles_is_not_read(tmp_path: Path) -> None:
-    from distflow.commands.migration.read_files import read_foreign
+SIZES = "model_name_or_path: m\nnum_generations: 8\nlearning_rate: 1e-6\n"
+HUGE = {
+    "a list times a number": SIZES + "per_device_train_batch_size: [1]\ngradient_accumulation_steps: 99999999999\n",
+    "a text times a number": SIZES + "per_device_train_batch_size: ab\ngradient_accumulation_steps: 99999999999\n",
+    "numbers that are none": SIZES + f"per_device_train_batch_size: .nan\nmax_steps: .inf\nsave_steps: 1{'0' * 400}\n",
+    "references": SIZES + "".join(f"b{n}: ${{b{n + 1}}}${{b{n + 1}}}\n" for n in range(25)) + "b25: aaaaaa\n",
+    "brackets": SIZES + "beta: " + "[" * 900 + "]" * 900,
+    "devices": "pretrain: m\nrollout_batch_size: 8\nactor_train: {device_mapping: 'list(range(0,99999999999))'}\n",
+    "an option of a server": "actor_rollout_ref: {rollout: {n: 4, engine_kwargs: {vllm: {"
+    + ", ".join(f"x{n}: 1" for n in range(100))
+    + "}}}, model: {path: m}}\n",
+}
 
-    file = tmp_path / "script.py"
-    for first in ("'aaaaaaaaaa'", "[1]"):
-        doubled = f"x = {first}\n" + "x = x + x\n" * 60
-        file.write_text(
-            f"from trl import GRPOConfig, GRPOTrainer\n{doubled}args = GRPOConfig(output_dir=x, learning_rate=1e-5)\n"
-            "GRPOTrainer(model='m', args=args, reward_funcs=[f], train_dataset=d).train()\n"
-        )
-        assert len(repr(read_foreign(file))) < 10**6
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HUGE)
+def test_a_small_file_takes_little_memory_and_time(name: str, tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(HUGE[name])
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30,) * 2)
+        resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+
+    command = [sys.executable, "-m", "distflow", "migrate", str(tmp_path / "x.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit)
+    assert done.returncode in (0, 2) and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_command_does_not_read_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.sh").write_text("trl grpo --config x.sh\n")
+    assert main(["migrate", str(tmp_path / "x.sh")]) == 2
+    assert "x.sh" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", ["toml", "json"])
+def test_other_forms_of_a_config_are_read(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = {"toml": 'model_name_or_path = "m"\nbeta = 0.5\n', "json": '{"model_name_or_path": "m", "beta": 0.5}'}
+    (tmp_path / f"x.{suffix}").write_text(text[suffix])
+    assert main(["migrate", str(tmp_path / f"x.{suffix}")]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["actor_rollout_ref"]["actor"]["kl_loss_coef"] == 0.5

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from distflow.data.task_folders import HARBOR
+from distflow.data.task_folders import HARBOR, Task
 from distflow.environments.chat import Chat, Limits, Prompt
 from distflow.environments.harbor_workflow import HarborWorkflow
 from distflow.environments.tokens_between_turns import TurnTokens
 from distflow.environments.workflow_loading_and_builtins import Row
 from distflow.errors import UserError
 from distflow.observe.run_reader import read_samples
+from distflow.sandbox.shell import Shell
 from tests.data.test_task_folders import make
 from tests.environments import test_tools_of_a_workflow
 from tests.environments.test_tools_of_a_workflow import FAMILIES, Callers, Policy
@@ -133,10 +134,10 @@ def test_tests_that_fail_are_an_error_and_no_reward(tmp_path: Path, test: str, w
 def test_a_folder_that_was_being_copied_is_removed_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copies = threading.Event()
 
-    def copy(source: Path, target: Path) -> None:
+    def copy(task: Task, shell: Shell) -> None:
         copies.set()
         time.sleep(0.2)
-        (target / "more").mkdir(parents=True)
+        (shell.files / "more").mkdir(parents=True)
 
     async def play_and_cancel() -> None:
         row = Row(Prompt("ask", (1,)), extra_info={HARBOR: {"folder": str(make(tmp_path / "task"))}})
@@ -146,7 +147,7 @@ def test_a_folder_that_was_being_copied_is_removed_as_well(tmp_path: Path, monke
         playing.cancel()
         await asyncio.wait((playing,))
 
-    monkeypatch.setattr("distflow.environments.harbor_workflow._copy", copy)
+    monkeypatch.setattr("distflow.environments.harbor_workflow.copy_environment", copy)
     asyncio.run(play_and_cancel())
     assert not left()
 

@@ -1,10 +1,17 @@
 """The five formats of tool calls, in the models' own words: read, and refused with a reason where they are broken."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from distflow.environments.parse_tool_calls import FORMATS, find_tool_calls, format_of
+from distflow.environments.parse_tool_calls import (
+    FORMATS,
+    find_tool_calls,
+    format_of,
+    opens_thought,
+    text_before_calls,
+)
 from distflow.errors import UserError
 
 ADD = ("add", {"a": 1, "b": [2, {"c": "x"}]})
@@ -83,6 +90,50 @@ BROKEN = [
     ("xml", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</function>", "no </parameter>"),
     ("xml", '<tool_call>\n{"name": "add"}\n</tool_call>', "no <function="),
 ]
+
+
+MARKS = {
+    "hermes": "<tool_call>{}</tool_call> </tool_call> </think>",
+    "llama3": '<|python_tag|>{"name": "g", "parameters": {}} </think>',
+    "mistral": '[TOOL_CALLS][{"name": "g", "arguments": {}}] [TOOL_CALLS]g[ARGS]{} [ARGS] </think>',
+    "pythonic": "[g(a=1)] <|python_end|> </think>",
+    "xml": "</parameter> </function> </tool_call> </think>",
+}
+CALL = {
+    "hermes": lambda text: "<tool_call>" + json.dumps({"name": "f", "arguments": {"a": text}}) + "</tool_call>",
+    "llama3": lambda text: json.dumps({"name": "f", "parameters": {"a": text}}),
+    "mistral": lambda text: "[TOOL_CALLS]" + json.dumps([{"name": "f", "arguments": {"a": text}}]),
+    "pythonic": lambda text: f"[f(a={text!r})]",
+    "xml": lambda text: f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_marks_in_an_argument_are_text(form: str) -> None:
+    for text in (*MARKS.values(), f"a {MARKS[form]} b"):
+        assert [(each.name, each.arguments) for each in find_tool_calls(CALL[form](text), form)] == [("f", {"a": text})]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("prefix", ["", "see: ", "\n"])
+def test_a_call_that_an_argument_quotes_is_no_call(form: str, prefix: str) -> None:
+    text = f"{prefix}{CALL[form]('x')} and more"
+    assert [(each.name, each.arguments) for each in find_tool_calls(CALL[form](text), form)] == [("f", {"a": text})]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_thinking_that_the_prompt_has_opened_holds_no_calls(form: str) -> None:
+    call = CALL[form]("x")
+    assert not find_tool_calls(call, form, in_thought=True)
+    assert not find_tool_calls(f"{call}</think>It is 3.", form, in_thought=True)
+    assert len(find_tool_calls(f"{call}</think>\n{call}", form, in_thought=True)) == 1
+    assert text_before_calls(f"{call}</think>{call}", form, in_thought=True) == f"{call}</think>"
+    assert opens_thought("<|im_start|>assistant\n<think>\n") and not opens_thought("<think>\n\n</think>\n\n")
+
+
+def test_a_parameter_that_does_not_end_takes_no_other_call() -> None:
+    calls = find_tool_calls(f"<function=e><parameter=a>1</function>{CALL['xml']('x')}", "xml")
+    assert "</parameter>" in calls[0].problem and calls[1].arguments == {"a": "x"}
 
 
 @pytest.mark.parametrize(("form", "text", "calls"), READ)

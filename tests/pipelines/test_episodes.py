@@ -115,6 +115,31 @@ def test_a_workflow_that_cancels_itself_is_an_error_of_its_episode_alone(stalene
     assert "has cancelled itself" in str(wrong.outcome)
 
 
+EXITS = [GeneratorExit("it"), SystemExit(3), KeyboardInterrupt("it"), BaseExceptionGroup("its", [SystemExit(3)])]
+
+
+@STALENESS
+@pytest.mark.parametrize("error", EXITS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("in_task", [False, True])
+def test_a_workflow_that_asks_to_exit_is_an_error_of_its_episode_alone(
+    staleness: int, error: BaseException, in_task: bool
+) -> None:
+    numbers = iter(range(2))
+
+    async def fails() -> None:
+        raise error
+
+    async def run(chat: Chat, row: Row) -> float:
+        await chat.ask((7,))
+        if next(numbers):
+            await (asyncio.create_task(fails()) if in_task else fails())
+        return 1.0
+
+    group = asyncio.run(run_group(run, Engine(), staleness))
+    (wrong,) = [sample for sample in group.samples if not sample.valid]
+    assert type(error).__name__ in str(wrong.outcome) and "test_episodes.py" in str(wrong.outcome)
+
+
 def test_a_forgotten_await_is_asked_for() -> None:
     async def run(chat: Chat, row: Row) -> float:
         with closing(chat.ask((7,))) as reply:

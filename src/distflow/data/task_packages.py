@@ -68,7 +68,7 @@ def read_records(source: str, key: str, wanted: int) -> Iterator[Record]:
     if process.returncode:
         reason = (process.stderr.strip() or f"its process ended with {process.returncode}").splitlines()[-1]
         raise UserError(f"{key}: '{source}' returned no rows: {reason}")
-    for number, line in enumerate(process.stdout.splitlines(), 1):
+    for number, line in enumerate(process.stdout.rstrip("\n").split("\n"), 1):
         found = json.loads(line)
         if "error" in found:
             raise UserError(f"{key}: '{source}': {found['error']}")

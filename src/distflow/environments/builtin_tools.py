@@ -94,7 +94,7 @@ def _words(text: str) -> list[str]:
 
 def _read_texts(file: Path) -> list[str]:
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
         if file.suffix == ".jsonl":
             rows = [json.loads(line) for line in lines]
             lines = ["\n".join(str(row[key]) for key in ("title", "text") if row.get(key)) for row in rows]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard
 
 from distflow.data.sample import Owner, Segment, note_event
+from distflow.environments.parse_tool_calls import opens_thought
 from distflow.errors import UserError, hint
 from distflow.user_values import finite_number
 
@@ -24,6 +25,9 @@ Content = str | Message | Sequence[Message] | Sequence[int]
 Generate = Callable[..., Awaitable[tuple[Segment, str]]]
 """(prompt ids, max_tokens, stop strings and tokens, number of tokens drawn before, images=paths) → the tokens that the
 policy drew, and why it stopped."""
+THOUGHT_TOKENS = 16
+"""At the end of a prompt, which contain the beginning of the thinking."""
+
 AGENTS_KEY = "actor_rollout_ref.rollout.agents"
 
 
@@ -199,6 +203,11 @@ class Chat:
         if reason == "length" and most < min(response, context):
             self.finish_reason = "stop"  # by the workflow's own max_tokens, which does not truncate the episode
         return reply
+
+    def opened_thought(self, reply: Reply) -> bool:
+        """Whether the prompt of the last reply has opened the thinking."""
+        before = self.token_ids[: len(self.token_ids) - len(reply.token_ids)]
+        return opens_thought(self.tokens.written(before[-THOUGHT_TOKENS:]))
 
     def reward(self, value: float) -> None:
         """Assign this much of the episode's score to the last reply, in addition to earlier assignments. The rest of

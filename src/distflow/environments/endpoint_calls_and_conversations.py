@@ -357,8 +357,9 @@ def _answer(call: Call, chat: Chat, reply: Reply, format: str | None) -> Answer:
     calls: tuple[AnsweredCall, ...] = ()
     if format is not None and reply.finish_reason == "stop":
         written = chat.tokens.written(reply.token_ids)
-        if calls := _calls(call, written, format):
-            text, stopped_by = text_before_calls(written, format), None
+        in_thought = chat.opened_thought(reply)
+        if calls := _calls(call, written, format, in_thought):
+            text, stopped_by = text_before_calls(written, format, in_thought), None
     drawn = chat.segments[-1] if reply.token_ids else None
     tokens = (
         []
@@ -374,9 +375,9 @@ def _answer(call: Call, chat: Chat, reply: Reply, format: str | None) -> Answer:
     return Answer(text, calls, reason, stopped_by, tokens, num_prompt)
 
 
-def _calls(call: Call, written: str, format: str) -> tuple[AnsweredCall, ...]:
+def _calls(call: Call, written: str, format: str, in_thought: bool) -> tuple[AnsweredCall, ...]:
     """The tool calls; empty if one is unreadable, in which case the reply is text."""
-    found = find_tool_calls(written, format)
+    found = find_tool_calls(written, format, in_thought)
     if any(each.problem for each in found):
         return ()
     declared = {tool["function"]["name"]: tool["function"]["parameters"]["properties"] for tool in call.tools}

@@ -1,24 +1,19 @@
 """The workflow `harbor`: the model works on a task in a folder with a shell; the task's tests score what it made."""
 
 import asyncio
-import json
-import math
-import os
-import shutil
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from distflow.data.task_folders import HARBOR, Task, read_task_folder
 from distflow.environments.chat import Chat
+from distflow.environments.harbor_verifier import copy_environment, verify
 from distflow.environments.parse_tool_calls import ToolCall, check_format, format_of
 from distflow.environments.tool_workflow import answer_calls
 from distflow.environments.tools_in_user_code_process import ToolAnswer, bounded
 from distflow.environments.workflow_loading_and_builtins import Row
 from distflow.errors import UserError
-from distflow.sandbox.shell import Ran, Shell
-from distflow.user_values import finite_number
+from distflow.sandbox.shell import Shell
 
 SHELL: dict[str, Any] = {
     "type": "function",
@@ -33,7 +28,6 @@ SHELL: dict[str, Any] = {
         },
     },
 }
-_REWARD_BYTES = 64 * 2**10
 _SHOWN = 500
 
 
@@ -63,13 +57,13 @@ class HarborWorkflow:
         task = read_task_folder(Path(str(found["folder"])))
         shell = Shell(task.workdir, task.memory_mb)
         loop = asyncio.get_running_loop()
-        copying = loop.run_in_executor(None, _copy, task.folder / "environment", shell.files)
+        copying = loop.run_in_executor(None, copy_environment, task, shell)
         try:
             with chat.clock_stopped():
                 await asyncio.shield(copying)
             await self._solve(chat, row, task, shell)
             with chat.clock_stopped("tests of the task"):
-                return await _verify(task, shell)
+                return await verify(task, shell)
         finally:
             await asyncio.wait((copying,))  # a thread that copies on would make the folder anew
             await asyncio.to_thread(shell.close)
@@ -104,53 +98,3 @@ class HarborWorkflow:
         if ran.exit_code is None:
             return ToolAnswer(f"{text}\nerror: the command did not end within {left:.3g} s and was killed", True)
         return ToolAnswer(f"{text}\n[exit status {ran.exit_code}]" if ran.exit_code else text or "(no output)", cut)
-
-
-def _copy(source: Path, target: Path) -> None:
-    if source.is_dir():
-        shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
-
-
-async def _verify(task: Task, shell: Shell) -> Mapping[str, float]:
-    """The rewards that the task's tests write. Raises RuntimeError if they write none."""
-    verifier = shell.folder()
-    mounts = (("--ro-bind", task.folder / "tests", "/tests"), ("--bind", verifier, "/logs/verifier"))
-    ran = await shell.run(("/bin/bash", "/tests/test.sh"), task.verifier_s, _REWARD_BYTES, task.verifier_env, mounts)
-    if ran.exit_code is None:
-        raise RuntimeError(f"tests/test.sh of {task.folder} did not end within {task.verifier_s:g} s")
-    for name in ("reward.json", "reward.txt"):
-        if (text := _written(verifier / name)) is not None:
-            return _rewards(text, name, task, ran)
-    raise RuntimeError(f"tests/test.sh of {task.folder} wrote no /logs/verifier/reward.txt: {_end(ran)}")
-
-
-def _written(file: Path) -> str | None:
-    """The content; None unless it is a plain file, since code that runs with the tests may have made it a link or
-    pipe."""
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    with open(descriptor, "rb") as opened:
-        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        return opened.read(_REWARD_BYTES).decode("utf-8", "replace") if is_file else None
-
-
-def _rewards(text: str, name: str, task: Task, ran: Ran) -> Mapping[str, float]:
-    """Rewards by name; the score is the one called reward, or else the sum. Raises RuntimeError."""
-    try:
-        found = json.loads(text) if name == "reward.json" else {"reward": float(text)}
-        rewards = {str(key): finite_number(float(value), "it wrote") for key, value in found.items()}
-        if not rewards:
-            raise ValueError("there is no number")
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise RuntimeError(
-            f"tests/test.sh of {task.folder} wrote no reward into {name} ({error}): {_end(ran)}"
-        ) from None
-    return {**rewards, "score": rewards.get("reward", math.fsum(rewards.values()))}
-
-
-def _end(ran: Ran) -> str:
-    return (
-        f"it ended with exit status {ran.exit_code}, and printed {bounded(ran.output[-_SHOWN:], _SHOWN).text.strip()!r}"
-    )

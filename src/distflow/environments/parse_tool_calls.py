@@ -28,12 +28,28 @@ class ToolCall:
     typed: bool = True
 
 
-def find_tool_calls(text: str, format: str) -> list[ToolCall]:
-    """All calls in a reply, in order. text: with special tokens, but without the one that ends the turn."""
-    thought, closed, answer = text.partition(_THOUGHT_END)
-    if not closed:
-        answer = "" if thought.lstrip().startswith("<think>") else thought
-    return list(FORMATS[format](answer.strip()))
+def find_tool_calls(text: str, format: str, in_thought: bool = False) -> list[ToolCall]:
+    """All calls in a reply, in order. text: with special tokens, but without the one that ends the turn. in_thought:
+    whether the prompt has opened the thinking."""
+    return list(FORMATS[format](text[_thought_end(text, format, in_thought) :].strip()))
+
+
+def opens_thought(prompt: str) -> bool:
+    """Whether the reply to this prompt, or to its end, begins within the thinking."""
+    return prompt.rstrip().endswith("<think>")
+
+
+def _thought_end(text: str, format: str, in_thought: bool) -> int:
+    """Where the text after the thinking begins. `</think>` in an argument of a call ends none."""
+    end = text.find(_THOUGHT_END)
+    if in_thought or text.lstrip().startswith("<think>"):
+        return end + len(_THOUGHT_END) if end >= 0 else len(text)
+    marks = _BEGINS.get(format)
+    if marks is None:
+        has_begun = text.lstrip().startswith(("{", "[", "<|python"))
+    else:
+        has_begun = any(0 <= text.find(mark) < end for mark in marks)
+    return 0 if end < 0 or has_begun else end + len(_THOUGHT_END)
 
 
 def check_format(format: str | None) -> None:
@@ -53,12 +69,12 @@ def format_of(template: str) -> str:
     )
 
 
-def text_before_calls(text: str, format: str) -> str:
+def text_before_calls(text: str, format: str, in_thought: bool = False) -> str:
     """The text of a reply before its calls; the rest is omitted."""
-    begins = max(text.find(_THOUGHT_END), 0)
+    begins = _thought_end(text, format, in_thought)
     marks = _BEGINS.get(format)
     if marks is None:  # apart from the thinking, the whole reply is calls
-        return text[: text.find(_THOUGHT_END) + len(_THOUGHT_END)] if _THOUGHT_END in text else ""
+        return text[:begins]
     return text[: min(at for mark in marks if (at := text.find(mark, begins)) >= 0)].rstrip()
 
 
@@ -99,38 +115,91 @@ def _xml(text: str) -> Iterator[ToolCall]:
     """`<tool_call><function=add><parameter=a>1</parameter></function></tool_call>`: Qwen3-Coder."""
     if "<tool_call>" in text and "<function=" not in text:
         yield ToolCall("", problem="a tool call has no <function=...> in it")
-    for part in text.split("<function=")[1:]:
-        body, closed, _ = part.partition("</function>")
-        name, _, rest = body.partition(">")
-        found, problem = {}, "" if closed else "a tool call is cut off: it has no </function>"
-        for parameter in rest.split("<parameter=")[1:]:
-            key, _, value = parameter.partition(">")
-            value, ended, _ = value.partition("</parameter>")
-            problem = problem or ("" if ended else f"the parameter {key[:_SHOWN]!r} has no </parameter>")
-            found[key.strip()] = value.removeprefix("\n").removesuffix("\n")
+    place = text.find(_FUNCTION)
+    while place >= 0:
+        name, _, _ = text[place + len(_FUNCTION) :].partition(">")
+        found, place, problem = _xml_parameters(text, place + len(_FUNCTION) + len(name) + 1)
         yield ToolCall(name.strip(), found, problem, typed=False)
+        place = text.find(_FUNCTION, place)
+
+
+_FUNCTION = "<function="
+_NEXT_TAG = re.compile(r"<parameter=([^>]*)>|</function>")
+_VALUE_TAG = re.compile(
+    r"<parameter=|</parameter>(?=(?P<ends>\s*(?:<parameter=|</function>"
+    r"(?P<closes>\s*(?:</tool_call>\s*)?(?:<tool_call>|<function=|\Z))?))?)"
+)
+"""ends: whether a parameter or the end of the call follows. closes: whether the reply ends there, or a call begins."""
+
+
+def _xml_parameters(text: str, place: int) -> tuple[dict[str, str], int, str]:
+    """The parameters that begin here, where the call ends, and what is wrong with it."""
+    found: dict[str, str] = {}
+    while True:
+        next_call = text.find(_FUNCTION, place)
+        tag = _NEXT_TAG.search(text, place, next_call if next_call >= 0 else len(text))
+        if tag is None:
+            return found, place, "a tool call is cut off: it has no </function>"
+        if tag[1] is None:
+            return found, tag.end(), ""
+        end = _xml_value_end(text, tag.end())
+        if end < 0 and text.find("</function>", tag.end()) < 0:
+            return found, tag.end(), "a tool call is cut off: it has no </function>"
+        if end < 0:
+            return found, tag.end(), f"the parameter {tag[1][:_SHOWN]!r} has no </parameter>"
+        found[tag[1].strip()] = text[tag.end() : end].removeprefix("\n").removesuffix("\n")
+        place = end + len("</parameter>")
+
+
+def _xml_value_end(text: str, begin: int) -> int:
+    """Where a value ends: at an end mark behind which there is a parameter, or the end of the call and no further text;
+    not at that of a parameter in the value. Else at the first behind which there is an end; -1 if there is none."""
+    depth = 0
+    first = -1
+    for tag in _VALUE_TAG.finditer(text, begin):
+        if tag[0] != "</parameter>":
+            depth += 1
+            continue
+        ends = tag["ends"] is not None
+        first = tag.start() if ends and first < 0 else first
+        if depth == 0 and ends and (tag["closes"] is not None or tag["ends"].endswith("<parameter=")):
+            return tag.start()
+        depth = max(depth - 1, 0)
+    return -1 if _FUNCTION in text[begin : max(first, begin)] else first  # of another call
 
 
 def _llama3(text: str) -> Iterator[ToolCall]:
     """The whole reply is `{"name": "add", "parameters": {"a": 1}}`, several separated by `;`: Llama 3."""
-    marked = "<|python_tag|>" in text
-    text = text.rpartition("<|python_tag|>")[2].strip()
+    marked = "<|python_tag|>" in text and not text.startswith("{")  # else it is in an argument
+    text = text.partition("<|python_tag|>")[2].strip() if marked else text
     if marked or (text.startswith("{") and '"name"' in text):
         while text:
             value, text, problem = _first_json(text)
             yield ToolCall("", problem=problem) if problem else _call(value)
-            text = text.lstrip("; \n\t")
+            text = text.removeprefix("<|python_tag|>").lstrip("; \n\t")
 
 
 def _mistral(text: str) -> Iterator[ToolCall]:
     """`[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]`, or `[TOOL_CALLS]add[ARGS]{"a": 1}` (since v11)."""
-    for part in text.split("[TOOL_CALLS]")[1:]:
-        name, has_arguments, body = part.partition("[ARGS]")
-        if not has_arguments:
+    mark = "[TOOL_CALLS]"
+    while mark in text:
+        text = text.partition(mark)[2].strip()
+        is_json = text.startswith(("[", "{"))
+        name, has_arguments, body = ("", "", text) if is_json else text.partition("[ARGS]")
+        if not is_json and (not has_arguments or mark in name):
+            part = text.partition(mark)[0]
             yield from _calls(part.strip())
             continue
-        value, _, problem = _first_json(body.strip())
-        yield _call({"name": name.partition("[CALL_ID]")[0].strip(), "arguments": value}, problem)
+        value, rest, problem = _first_json(body.strip())  # the JSON may contain the mark in a string
+        text = body if problem else rest
+        after = text.partition(mark)[0].strip()
+        if not is_json:
+            yield _call({"name": name.partition("[CALL_ID]")[0].strip(), "arguments": value}, problem)
+        elif problem or after:
+            yield ToolCall("", problem=problem or f"{after[:_SHOWN]!r} follows the JSON of a tool call")
+        else:
+            for each in value if isinstance(value, list) else [value]:
+                yield _call(each)
 
 
 def _pythonic(text: str) -> Iterator[ToolCall]:

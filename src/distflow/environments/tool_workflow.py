@@ -96,7 +96,7 @@ async def answer_calls(
     names: Collection[str],
 ) -> None:
     """Run the calls in each reply and return their results to the model, until a reply has none. names: of tools."""
-    while calls := find_tool_calls(chat.tokens.written(reply.token_ids), format):
+    while calls := find_tool_calls(chat.tokens.written(reply.token_ids), format, chat.opened_thought(reply)):
         if reply.finish_reason != "stop":  # the reply is truncated
             break
         if chat.turns >= max_turns:

@@ -264,7 +264,7 @@ def _answer(function: Callable[..., object], arguments: dict[str, Any]) -> bytes
         text = json.dumps({"value": function(**arguments)}, allow_nan=False, default=_as_plain)
     except MemoryError:
         return b'{"died": "it ran out of memory"}'
-    except (Exception, SystemExit, GeneratorExit) as error:  # the user's code may raise anything
+    except BaseException as error:  # the user's code may raise anything
         place = f" (at {found})" if (found := users_place(error)) else ""
         text = json.dumps({"error": f"{type(error).__name__}: {error}"[:_SHOWN] + place})
     if len(text) >= MAX_MESSAGE_BYTES:

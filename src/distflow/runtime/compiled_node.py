@@ -1,6 +1,7 @@
 """A node compiled for calling: everything fixed is closed over, a context passes the rest, and its output is checked
 and stored. Training and rollout loops iterate over such steps."""
 
+import asyncio
 import inspect
 from collections import UserDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -228,7 +229,7 @@ class Step:
                 break
             except (NodeError, TrustError, UserError):
                 raise
-            except Exception as err:  # the boundary to user code
+            except (Exception, SystemExit, GeneratorExit, asyncio.CancelledError) as err:  # the boundary to user code
                 if not retries_left:
                     raise node_error(self.node, err) from err
         with self._fitting():
@@ -250,7 +251,12 @@ class Step:
                 break
             except (NodeError, UserError):
                 raise
-            except (Exception, SystemExit, KeyboardInterrupt) as err:  # the boundary to user code
+            except asyncio.CancelledError as err:
+                task = asyncio.current_task()
+                if task is None or task.cancelling() or is_ours(self.node.fn):
+                    raise
+                raise node_error(self.node, err) from err
+            except BaseException as err:  # the boundary to user code
                 if not retries_left:
                     raise node_error(self.node, err) from err
         with self._fitting():

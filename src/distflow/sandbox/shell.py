@@ -42,8 +42,9 @@ class Shell:
         """memory_mb: of each process."""
         self._workdir, self._memory_mb = workdir, memory_mb or MEMORY_MB
         self._root = Path(mkdtemp(prefix="distflow-shell-"))
-        self.files, self._temporary = self._root / "files", self._root / "tmp"
-        for folder in (self.files, self._temporary):
+        self.files = self._root / "files"
+        self.temporary = self._root / "tmp"
+        for folder in (self.files, self.temporary):
             folder.mkdir()
 
     async def run(
@@ -55,6 +56,8 @@ class Shell:
         mounts: Sequence[tuple[str, Path, str]] = (),
     ) -> Ran:
         """mounts: "--bind" or "--ro-bind", folder, and where. Raises SandboxFault if the command could not be run."""
+        for folder in (self.files, self.temporary):
+            os.chmod(folder, 0o700)  # a command may have made it unreadable
         status, theirs = os.pipe()
         with open(status, "rb", buffering=0) as told:
             try:
@@ -108,18 +111,16 @@ class Shell:
     ) -> list[str]:
         """status: the descriptor for how the command ended. Raises SandboxFault without bubblewrap."""
         words = ["/bin/sh", "-c", _SHELL, "sh", str(_FILE_BLOCKS), str(self._memory_mb * 1024), *_bubblewrap(status)]
-        own = ("--bind", self._temporary, "/tmp"), ("--bind", self.files, self._workdir)
+        own = ("--bind", self.temporary, "/tmp"), ("--bind", self.files, self._workdir)
         words += [word for kind, folder, at in (*own, *mounts) for word in (kind, str(folder), at)]
         words += [word for name, value in env.items() for word in ("--setenv", name, value)]
         return [*words, "--remount-ro", "/", "--chdir", self._workdir, "--", *command]
 
     def close(self) -> None:
         """Idempotent."""
-        for folder, names, _ in os.walk(self._root):
-            for path in (os.path.join(folder, name) for name in names):
-                if not os.path.islink(path):
-                    os.chmod(path, 0o700)  # a command may have made it unreadable
-        shutil.rmtree(self._root, ignore_errors=True)
+        for words in (["/bin/chmod", "-R", "u+rwX"], ["/bin/rm", "-rf"]):  # folders at any depth, and unreadable ones
+            command = [*words, "--", str(self._root)]
+            subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
 
 async def _read(stream: asyncio.StreamReader | None, into: bytearray, most: int) -> None:

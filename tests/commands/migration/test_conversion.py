@@ -8,7 +8,9 @@ import yaml
 
 from distflow.commands.migration.conversion import as_file, compose, convert
 from distflow.commands.migration.read_files import read_foreign
+from distflow.commands.migration.settings import ForeignSettings
 from distflow.config import flatten, load_config, preset_config
+from distflow.config.migration import tables
 
 FILES = Path(__file__).parent / "files"
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -35,7 +37,6 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
             "data.enable_thinking": True,
             "algorithm.scale_rewards": "group",
             "algorithm.mask_truncated": True,
-            "data.train_files": ("my/sums:small:train",),
             "data.answer_key": "solution",
             "data.train_batch_size": 8,
             "data.max_response_length": 64,
@@ -48,9 +49,12 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
             f"{ACTOR}.optim.betas": (0.9, 0.99),
             f"{ACTOR}.optim.scheduler": "cosine_with_warmup",
             f"{ROLLOUT}.n": 8,
+            f"{ROLLOUT}.name": "vllm",
+            f"{ROLLOUT}.engine_kwargs": {"vllm": {"gpu_memory_utilization": 0.3}},
+            "algorithm.rollout_correction.rollout_is": "sequence",
+            "algorithm.rollout_correction.rollout_is_threshold": (0.0, 3.0),
             f"{ROLLOUT}.temperature": 0.9,
             f"{MODEL}.path": "Qwen/Qwen2.5-0.5B-Instruct",
-            f"{MODEL}.dtype": "bfloat16",
             f"{MODEL}.lora_rank": 8,
             f"{MODEL}.lora_alpha": 32,
             f"{MODEL}.target_modules": ("q_proj",),
@@ -64,101 +68,21 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
             "trainer.n_gpus_per_node": 2,
         },
     ),
-    # The first command of its text: 4 × 2 devices.
-    "trl_options.py": (
-        None,
-        "rm",
-        OF_TRL
-        | {
-            "data.train_files": ("my/pairs",),
-            "data.val_files": ("my/pairs::test",),
-            "data.train_batch_size": 8,
-            "data.max_prompt_length": 256,
-            "data.max_response_length": 256,
-            f"{ACTOR}.ppo_mini_batch_size": 8,
-            f"{ACTOR}.optim.lr": 1e-5,
-            f"{ACTOR}.optim.scheduler": "linear_with_warmup",
-            f"{MODEL}.path": "Qwen/Qwen2.5-0.5B",
-            "trainer.total_epochs": 3,
-            "trainer.save_freq": 500,
-            "trainer.test_freq": 20,
-            "trainer.launcher": "ray",
-            "trainer.n_gpus_per_node": 2,
-        },
-    ),
-    # 8 × 8 × 2 devices; the defaults of the script's own arguments, and those that the command gives.
-    "trl_arguments.sh": (
-        None,
-        "sft",
-        OF_TRL
-        | {
-            "data.train_files": ("rows.jsonl",),
-            "data.train_batch_size": 128,
-            "data.max_prompt_length": 1024,
-            "data.max_response_length": 1024,
-            f"{ACTOR}.ppo_mini_batch_size": 128,
-            f"{ACTOR}.optim.lr": 2e-5,
-            f"{ACTOR}.optim.scheduler": "linear_with_warmup",
-            f"{MODEL}.path": "Qwen/Qwen2.5-0.5B",
-            "trainer.default_local_dir": "out",
-            "trainer.total_epochs": 2,
-            "trainer.save_freq": -1,
-            "trainer.save_freq_epochs": 1,
-            "trainer.launcher": "ray",
-            "trainer.n_gpus_per_node": 2,
-        },
-    ),
-    # 16 × 2 completions, 4 of each prompt, are generated at once and trained on in one step. RLOO of TRL has its KL
-    # in the reward, and sums the tokens of a response.
-    "trl_rloo.py": (
-        1,
-        "grpo",
-        OF_TRL
-        | {
-            "algorithm.adv_estimator": "rloo",
-            "algorithm.adv_epsilon": 1e-4,
-            "data.enable_thinking": True,
-            "algorithm.scale_rewards": "group",
-            "algorithm.use_kl_in_reward": True,
-            "algorithm.kl_ctrl.kl_coef": 0.05,
-            "algorithm.kl_penalty": "kl",
-            "data.train_files": ("trl-lib/ultrafeedback-prompt::train",),
-            "data.train_batch_size": 8,
-            "data.max_response_length": 64,
-            f"{MODEL}.path": "Qwen/Qwen2-0.5B-Instruct",
-            f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum",
-            f"{ACTOR}.clip_ratio": 0.1,
-            f"{ACTOR}.clip_ratio_c": None,
-            f"{ACTOR}.use_kl_loss": False,
-            f"{ACTOR}.ppo_mini_batch_size": 8,
-            f"{ACTOR}.optim.lr": 1e-6,
-            f"{ACTOR}.optim.scheduler": "linear_with_warmup",
-            f"{ROLLOUT}.n": 4,
-            "algorithm.reward_clip": 5.0,
-            "reward.functions": {"default": [{"name": "my_rewards.py:reward", "weight": 0.5}]},
-            "trainer.default_local_dir": "rloo",
-            "trainer.total_epochs": 1,
-            "trainer.save_freq": 500,
-        },
-    ),
     "verl_grpo.sh": (
         None,
         "verl_grpo",
         {
-            f"{ACTOR}.strategy": "fsdp",
             "algorithm.adv_estimator": "grpo",
             "data.train_files": ("/data/sums/train.parquet",),
             "data.val_files": ("/data/sums/test.parquet",),
             "data.train_batch_size": 64,
-            "data.max_response_length": 512,
             f"{MODEL}.path": "Qwen/Qwen2.5-0.5B",
             f"{ACTOR}.ppo_mini_batch_size": 16,
             f"{ACTOR}.entropy_coef": 0.0,
             f"{ROLLOUT}.name": "vllm",
+            f"{ROLLOUT}.engine_kwargs": {"vllm": {"gpu_memory_utilization": 0.6}},
             f"{ROLLOUT}.val_kwargs.greedy": False,
             f"{ROLLOUT}.val_kwargs.n": 4,
-            "trainer.launcher": "ray",
-            "trainer.n_gpus_per_node": 4,
             "trainer.resume_mode": "never",
         },
     ),
@@ -302,22 +226,17 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
 MAPS = {"reward.functions", "data.domains"}
 MISSING = {
     "trl_grpo.py": (
-        "line 48: warmup_steps: it is computed: os.environ['WARMUP']",
+        "line 33: warmup_steps: the script computes it: int(os.environ['WARMUP'])",
+        "line 43: train_dataset: the script computes it: load_dataset(",
         "put short into my_rewards.py",
-        "train_dataset: the script changes its rows (map in line ",
-        "line 50: top_entropy_quantile=0.2: all tokens contribute",
+        "line 35: top_entropy_quantile=0.2: all tokens contribute",
     ),
-    "trl_options.py": (
-        "the options are those of the first command",
-        "lora_rank=16",
-        "lora_dropout=0.05",
-        "no adapters",
-    ),
-    "trl_arguments.sh": ("max_length: prompts and responses have separate limits, here half of it",),
-    "trl_rloo.py": ("the ratio is clipped for each token here", "put reward into my_rewards.py"),
     "verl_grpo.sh": (
-        "gpus=16; 4 is used",
-        "trainer.experiment_name: it is the output of a command",
+        "line 33: trainer.n_gpus_per_node: a branch in line 9 may set gpus",
+        "line 32: trainer.experiment_name: the shell computes it",
+        "data.max_response_length: the shell computes it",
+        "line 29: a word is not read: the caller gives $@",
+        "line 7: branches and loops are not followed",
         "rewards: verl chooses a function by each row's data_source",
         "made_up=3",
     ),
@@ -349,67 +268,15 @@ def test_a_file_becomes_a_config_and_what_is_missing_is_named(name: str, tmp_pat
 
 
 LR, MODEL_PATH = f"{ACTOR}.optim.lr", f"{MODEL}.path"
-TRAINER = "from trl import SFTConfig, SFTTrainer\nfrom datasets import load_dataset\n"
-OPTIONS = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr', type=float, default=5e-6)\n"
 VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a.parquet"
 
-# What a script computes from its own functions, classes and options, and what a shell script says around its command.
+# What stands around a command.
 READ = {
-    "the arguments of a caller": (
-        "py",
-        TRAINER + "def train(lr=1e-4, epochs=3, model='m/default'):\n"
-        "    a = SFTConfig(learning_rate=lr, num_train_epochs=epochs)\n"
-        "    SFTTrainer(model=model, args=a, train_dataset='d/d').train()\n"
-        f"{OPTIONS}args = p.parse_args()\ntrain(args.lr, epochs=1, model='m/real')\n",
-        {LR: 5e-6, "trainer.total_epochs": 1, MODEL_PATH: "m/real"},
-    ),
-    "a parser below its reader": (
-        "py",
-        TRAINER + "def train(args):\n    SFTTrainer(model=args.model, args=SFTConfig(learning_rate=args.lr)).train()\n"
-        "def main():\n    p = argparse.ArgumentParser()\n    p.add_argument('--lr', default=3e-5)\n"
-        "    p.add_argument('--model', default='m/x')\n    train(p.parse_args())\n"
-        "if __name__ == '__main__':\n    main()\n",
-        {LR: 3e-5, MODEL_PATH: "m/x"},
-    ),
-    "two classes with one field": (
-        "py",
-        TRAINER + "class Teacher:\n    lr: float = 9e-9\n    model: str = 'm/teacher'\n"
-        "class Args:\n    lr: float = 1e-5\n    model: str = 'm/student'\nargs = Args()\n"
-        "SFTTrainer(model=args.model, args=SFTConfig(learning_rate=args.lr)).train()\n",
-        {LR: 1e-5, MODEL_PATH: "m/student"},
-    ),
-    "a method with the settings of its object": (
-        "py",
-        TRAINER + "class Job:\n    def __init__(self, model, lr=1e-3):\n        self.model, self.lr = model, lr\n"
-        "    def run(self):\n        SFTTrainer(model=self.model, args=SFTConfig(learning_rate=self.lr)).train()\n"
-        "Job('m/x', lr=2**-3).run()\n",
-        {LR: 0.125, MODEL_PATH: "m/x"},
-    ),
-    "the old name of a length": (
-        "py",
-        TRAINER + "SFTTrainer(model='m', args=SFTConfig(max_seq_length=4096)).train()\n",
-        {"data.max_prompt_length": 2048, "data.max_response_length": 2048},
-    ),
-    "mini-batches of PPO": (
-        "py",
-        "from trl import PPOConfig, PPOTrainer\nc = PPOConfig(per_device_train_batch_size=8, num_mini_batches=2,\n"
-        "    gradient_accumulation_steps=4, total_episodes=10000, warmup_ratio=0.2)\n"
-        "PPOTrainer(model='m', args=c).train()\n",
-        {
-            **{"data.train_batch_size": 64, f"{ACTOR}.ppo_mini_batch_size": 32, "trainer.total_training_steps": 157},
-            **{"critic.optim.warmup_ratio": 0.2, f"{ACTOR}.optim.warmup_ratio": 0.2},
-        },
-    ),
     "quotation marks in comments": (
         "sh",
         f'lr=3e-6 # don\'t change\nbs=32  # "small\nx="a # b"\n{VERL} {LR}=$lr data.train_batch_size=$bs '
         'trainer.experiment_name="$x"\n',
         {LR: 3e-6, "data.train_batch_size": 32, "trainer.experiment_name": "a # b"},
-    ),
-    "a package of that name": (
-        "sh",
-        f"pip install trl\ncd ~/src/trl\n{VERL} {MODEL_PATH}=$PWD/m\npython3 -m verl.trainer.main_generation a=1\n",
-        {MODEL_PATH: "./m"},
     ),
     "a penalty that is off": (
         "sh",
@@ -426,36 +293,6 @@ READ = {
         "sh",
         f"{VERL} {ACTOR}.loss_agg_mode=token-mean {ACTOR}.policy_loss.loss_mode=gspo\n",
         {f"{ACTOR}.policy_loss": "gspo", f"{ACTOR}.loss_agg_mode": "token-mean"},
-    ),
-    "a number in the environment": (
-        "py",
-        TRAINER + "import os\n"
-        "bs, n = int(os.getenv('BS', '4')), int(os.environ.get('ACC', '8'))\n"
-        "a = SFTConfig(per_device_train_batch_size=bs, gradient_accumulation_steps=n)\n"
-        "SFTTrainer(model='m', args=a).train()\n",
-        {"data.train_batch_size": 32, "trainer.save_freq": 500},
-    ),
-    "a mapping that a parser reads": (
-        "py",
-        "import json\nfrom trl import SFTTrainer\nfrom transformers import HfArgumentParser, TrainingArguments\n"
-        "class Lora:\n    lora_r: int\nparser = HfArgumentParser((Lora, TrainingArguments))\n"
-        'lora, args = parser.parse_dict(json.loads(\'{"lora_r": 4, "learning_rate": 1e-4, "num_train_epochs": 1}\'))\n'
-        "from peft import LoraConfig\n"
-        "SFTTrainer(model='m', args=args, peft_config=LoraConfig(r=lora.lora_r)).train()\n",
-        {LR: 1e-4, "trainer.total_epochs": 1, f"{MODEL}.lora_rank": 4},
-    ),
-    "a loader of the script's own": (
-        "py",
-        TRAINER.replace("from datasets import load_dataset\n", "") + "def load_dataset(path, tokenizer, n):\n"
-        "    return [1]\nrows = load_dataset('d.parquet', 'gpt2', 3)\n"
-        "SFTTrainer(model='m', args=SFTConfig(), train_dataset=rows).train()\n",
-        {"data.train_files": ()},
-    ),
-    "a loop over one value": (
-        "sh",
-        f'rates=(1e-3)\nfor rate in "${{rates[@]}}"; do\n{VERL} {LR}=$rate {ACTOR}.strategy=fsdp2 '
-        "trainer.n_gpus_per_node=2\ndone\n",
-        {LR: 1e-3, f"{ACTOR}.strategy": "fsdp"},
     ),
     "a quotation with escapes": (
         "sh",
@@ -514,32 +351,6 @@ def test_what_stands_around_a_setting_is_read(name: str, tmp_path: Path) -> None
     assert draft.preset == ("rm" if "AReaL" in name else draft.preset)
 
 
-def test_a_value_that_the_file_does_not_say_is_named_once(tmp_path: Path) -> None:
-    """Not once more by each of the sizes that are computed from it."""
-    (tmp_path / "x.py").write_text(
-        "from trl import GRPOConfig, GRPOTrainer\nimport os\nn = int(os.environ['N'])\n"
-        "GRPOTrainer(model='m', args=GRPOConfig(num_generations=n), train_dataset='d/d').train()\n"
-    )
-    missing = convert(read_foreign(tmp_path / "x.py"), 1).missing
-    assert [line for line in missing if "num_generations" in line] == [
-        f"line 4: num_generations: it is computed: os.environ['N']; write {ROLLOUT}.n=..."
-    ]
-    assert not any("Unread" in line or line.startswith("_") for line in missing)
-
-
-@pytest.mark.parametrize(("devices", "prompts"), [(None, 8), (4, 8), (8, 8)])
-def test_a_batch_that_a_script_divides_by_its_processes_is_the_same_on_any_number(
-    devices: int | None, prompts: int, tmp_path: Path
-) -> None:
-    (tmp_path / "x.py").write_text(
-        "import os\nfrom trl import GRPOConfig, GRPOTrainer\nworld = int(os.environ.get('WORLD_SIZE', 1))\n"
-        "n = 64 // int(os.environ['WORLD_SIZE']) if world > 1 else 64\n"
-        "GRPOTrainer(model='m', args=GRPOConfig(per_device_train_batch_size=n), train_dataset='d/d').train()\n"
-    )
-    draft = convert(read_foreign(tmp_path / "x.py", devices), devices)
-    assert draft.overrides["data.train_batch_size"] == str(prompts)
-
-
 def test_the_address_of_a_server_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "x.sh").write_text(
         "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data d/d "
@@ -550,23 +361,94 @@ def test_the_address_of_a_server_is_no_file(tmp_path: Path) -> None:
     assert any("remote_rm_url=http://localhost:5000/get: it must be a Python file" in line for line in draft.missing)
 
 
-def test_a_default_is_not_taken_for_what_a_file_says(tmp_path: Path) -> None:
-    (tmp_path / "x.py").write_text(
-        TRAINER + "import yaml\nc = yaml.safe_load(open('c.yaml'))\n"
-        "a = SFTConfig(learning_rate=c.get('lr', 1e-5), per_device_train_batch_size=c['bs'])\n"
-        "SFTTrainer(model='m', args=a).train()\n"
-    )
-    draft = convert(read_foreign(tmp_path / "x.py"), 1)
-    assert LR not in draft.overrides and "data.train_batch_size" not in draft.overrides
-    assert [line.partition(":")[0] for line in draft.missing if "c[" in line or "c.get" in line] == ["line 5", "line 5"]
+def vanished(system: str, method: str, key: str, value: object) -> bool:
+    """Whether a key that stands alone in a file is neither in the config nor said."""
+    draft = convert(ForeignSettings(system, method, {key: value}), 1)
+    said = "\n".join([*draft.missing, *draft.without_effect])
+    return key not in said and not draft.given
 
 
-def test_options_of_a_command_that_is_not_there_are_said_to_be_missing(tmp_path: Path) -> None:
-    (tmp_path / "x.py").write_text(
-        "from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser\n"
-        "args, model_args = TrlParser((GRPOConfig, ModelConfig)).parse_args_and_config()\n"
-        "GRPOTrainer(model=model_args.model_name_or_path, args=args).train()\n"
+ALONE = [
+    (system, key.replace("*", "thing"))
+    for system in tables.SYSTEMS
+    for key in (*tables.table_of_runs(system).names, "made.up", "no_made_up")
+]
+
+
+@pytest.mark.parametrize("value", [True, 0.5, "word", None, {}], ids=str)
+def test_no_key_vanishes(value: object) -> None:
+    """One of twenty keys of the tables."""
+    lost = [each for each in ALONE[::20] if vanished(each[0], "grpo", each[1], value)]
+    assert not lost
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["grpo", "ppo", "sft"])
+def test_no_key_of_a_table_vanishes(method: str) -> None:
+    lost = [each for each in ALONE if vanished(each[0], method, each[1], 1)]
+    assert not lost
+
+
+SHARES = {
+    "TRL": ("grpo", {"use_vllm": True, "vllm_gpu_memory_utilization": 0.3}),
+    "OpenRLHF": ("grpo", {"vllm_num_engines": 2, "vllm_gpu_memory_utilization": 0.3}),
+    "verl": ("ppo", {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.gpu_memory_utilization": 0.3}),
+    "siiRL": ("grpo", {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.gpu_memory_utilization": 0.3}),
+    "AReaL": ("grpo", {"vllm.gpu_memory_utilization": 0.3}),
+    "ROLL": (
+        "grpo",
+        {
+            "actor_infer.strategy_args.strategy_name": "vllm",
+            "actor_infer.strategy_args.strategy_config.gpu_memory_utilization": 0.3,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("system", SHARES)
+def test_the_share_of_memory_of_a_server_is_kept(system: str) -> None:
+    method, values = SHARES[system]
+    draft = convert(ForeignSettings(system, method, values), 1)
+    assert draft.overrides[f"{ROLLOUT}.engine_kwargs.vllm.gpu_memory_utilization"] == "0.3"
+
+
+def test_a_share_of_memory_without_a_server_is_said() -> None:
+    draft = convert(ForeignSettings("TRL", "grpo", {"vllm_gpu_memory_utilization": 0.3}), 1)
+    assert any("vllm_gpu_memory_utilization=0.3" in line for line in draft.without_effect)
+
+
+def test_a_later_key_for_the_same_setting_is_said() -> None:
+    draft = convert(ForeignSettings("TRL", "grpo", {"model": "a", "model_name_or_path": "b"}), 1)
+    assert draft.overrides[MODEL_PATH] == "b" and any(f"{MODEL_PATH}=a" in line for line in draft.missing)
+
+
+@pytest.mark.parametrize("kind", ["embodied", "EMBODIED"])
+def test_a_policy_that_acts_comes_from_siirl(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "x.sh").write_text(
+        f"python3 -m siirl.main_dag algorithm.workflow_type={kind} {MODEL_PATH}=m data.dataset_type=embodied "
+        "actor_rollout_ref.embodied.action_token_len=7 actor_rollout_ref.embodied.env.num_envs=16 "
+        "actor_rollout_ref.embodied.env.env_type=libero algorithm.embodied_sampling.filter_accuracy=True\n"
     )
-    assert any(
-        "takes its settings from a command line" in line for line in convert(read_foreign(tmp_path / "x.py"), 1).missing
+    theirs = read_foreign(tmp_path / "x.sh")
+    assert (theirs.system, theirs.method) == ("siiRL", "grpo")
+    draft = convert(theirs, 1)
+    found = flatten(compose(draft).config)
+    assert found["dag.pipeline"] == "embodied_srpo" and found[f"{ROLLOUT}.workflow"] == "simulator"
+    assert found["embodied_sampling.filter_accuracy"] is True
+    assert found[f"{ROLLOUT}.workflow_kwargs"] == {"actions": {"action_dim": 7}, "num_workers": 16}
+    assert any("env.env_type=libero" in line and "docs/acting.md" in line for line in draft.missing)
+
+
+def test_a_config_of_siirl_is_told_by_its_own_keys(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(
+        "algorithm: {adv_estimator: grpo, workflow_type: dapo}\n"
+        "actor_rollout_ref: {rollout: {n: 4}, model: {path: m}}\n"
     )
+    theirs = read_foreign(tmp_path / "x.yaml")
+    assert theirs.system == "siiRL" and flatten(compose(convert(theirs, 1)).config)["dag.pipeline"] == "dapo"
+
+
+@pytest.mark.parametrize("name", ["dapo", "DAPO", "embodied", "default"])
+def test_a_workflow_type_may_have_small_letters(name: str) -> None:
+    found = load_config("grpo", ["dag.pipeline=null", f"algorithm.workflow_type={name}"], complete=False).config
+    assert found.algorithm.workflow_type == name.upper()

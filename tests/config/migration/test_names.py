@@ -283,7 +283,7 @@ OTHERS = {
     "sglang.dtype=bfloat16": f"write {MODEL}.dtype=bfloat16",
     "sglang.kv_cache_dtype=fp8_e5m2": f"set {ROLLOUT}.engine_kwargs.vllm or .sglang",
     "vllm.speculative_model=m": f"set {ROLLOUT}.engine_kwargs.vllm or .sglang",
-    "sglang.mem_fraction_static=0.8": "",
+    "sglang.mem_fraction_static=0.8": f"write {ROLLOUT}.engine_kwargs.sglang.mem_fraction_static=0.8",
     "async_generation_ratio=1": "write async.max_staleness=1",
     "init_kl_coef=0": "write algorithm.use_kl_in_reward=false",
     "whiten_advantages=True": "in ROLL: write algorithm.adv_norm.mean_level=batch",

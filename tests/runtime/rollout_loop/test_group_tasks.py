@@ -182,14 +182,15 @@ def test_the_gate_counts_groups_that_end_without_asking() -> None:
     assert asyncio.run(run()) == ["pause", (1, True), "resume"]
 
 
-def test_whatever_a_node_does_costs_its_own_group_only() -> None:
+@pytest.mark.parametrize("exits", [SystemExit(2), GeneratorExit(2), KeyboardInterrupt(2), asyncio.CancelledError(2)])
+def test_whatever_a_node_does_costs_its_own_group_only(exits: BaseException) -> None:
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
     async def reward_fn(group: Group) -> Any:
         number = group.prompt_group.group_id
         if number == 1:
             raise KeyError("one")
         if number == 2:
-            raise SystemExit(2)
+            raise exits
         if number == 5:
             return {"scores": [1.0]}
         return Drop("dull") if number == 4 else [1.0, 0.0]
@@ -199,7 +200,7 @@ def test_whatever_a_node_does_costs_its_own_group_only() -> None:
     ends = plane.events.ended
     assert isinstance(ends, Ends) and ends[0] == "complete" and ends[4] == "dull"
     assert ends[1].startswith("error: node 'x' raised KeyError: 'one' (at test_group_tasks.py:")
-    assert ends[2].startswith("error: node 'x' raised SystemExit: 2")
+    assert ends[2].startswith(f"error: node 'x' raised {type(exits).__name__}: 2")
     assert ends[5].startswith("error: node 'x' returned something that does not fit")
     assert counted.checked_counts().dropped == {"error": 3, "dull": 1}
 

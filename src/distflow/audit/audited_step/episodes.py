@@ -17,7 +17,8 @@ from distflow.audit.recorded_step import RecordedStep, RecordedTurn, conversatio
 from distflow.builtin_names import PROMPT_CHAT, ROLLOUT_ENGINES
 from distflow.config.derived_settings import response_limit
 from distflow.config.keys.actor_rollout_ref_and_critic import AgentConfig, RolloutConfig
-from distflow.environments.parse_tool_calls import find_tool_calls, format_of
+from distflow.environments.chat import THOUGHT_TOKENS
+from distflow.environments.parse_tool_calls import find_tool_calls, format_of, opens_thought
 from distflow.environments.tokens_between_turns import TurnTokens
 from distflow.rewards.reward_results import Score
 
@@ -351,7 +352,8 @@ def _check_tools(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) 
     tokens = TurnTokens(recorded.run.resources.tokenizer, recorded.run.resources.stop_token_ids, {})
     form = options.get("format") or format_of(tokens.tool_template(turns[0].tools))
     for turn, after in pairwise(turns):
-        if (number := len(find_tool_calls(tokens.written(turn.drawn), form))) != len(after.said):
+        in_thought = opens_thought(tokens.written(turn.place.request.prompt_ids[-THOUGHT_TOKENS:]))
+        if (number := len(find_tool_calls(tokens.written(turn.drawn), form, in_thought))) != len(after.said):
             raise Wrong(f"a reply has {number} calls of tools {who}, but {len(after.said)} of them were answered")
     for kind, name, *texts in _events(recorded, sample):
         answers += [(name, texts[0])] if kind == "answered" else []

@@ -1,21 +1,19 @@
 """`distflow migrate`: a config of ours from a script, a command or a config of another system: what its table says of
-each key, and its formulas for sizes, which the systems count in samples of a device, samples of a step, or prompts."""
+each key, and what its formulas give."""
 
 import argparse
-import math
 import re
 import sys
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from distflow.commands.migration.python_scripts import name_rewards
+from distflow.commands.migration.formulas import compute, entries_for
 from distflow.commands.migration.read_files import read_foreign
-from distflow.commands.migration.yaml_and_shell import ForeignSettings, Unread
+from distflow.commands.migration.settings import ForeignSettings, Unread
+from distflow.commands.migration.trl_rewards import convert_rewards
 from distflow.config.compose.load_config import Loaded, load_config, preset_config, with_changes
 from distflow.config.compose.setting_origins import COMMAND_LINE, preset_names
 from distflow.config.compose.typed_values import nested
@@ -23,77 +21,58 @@ from distflow.config.compose.unknown_and_unused_keys import is_known
 from distflow.config.derived_settings import data_files
 from distflow.config.keys.schema import flatten, schema_keys
 from distflow.config.migration import tables
-from distflow.errors import ConfigError, UserError, count_of
+from distflow.errors import ConfigError, UserError
 
 _PRESETS = {
-    **{("verl", "grpo"): "verl_grpo", ("verl", "ppo"): "verl_ppo"},
+    **{(system, method): f"verl_{method}" for system in ("verl", "siiRL") for method in ("grpo", "ppo")},
     **{("ROLL", "grpo"): "rlvr", ("TRL", "rloo"): "grpo"},
 }
 _REWARDS_OF_ROLL = {"(?i:ifeval)": "ifeval", "Math": "math", "Code": "code", "General": "exact_match", "Judge": "judge"}
 _IN_SCRIPT = """\
 rewards and columns: AReaL's script has them; check reward.functions (here math), data.prompt_key and data.answer_key"""
 _BY_SOURCE = """\
-rewards: verl chooses a function by each row's data_source; here it is math for all rows: check reward.functions"""
+rewards: {system} chooses a function by each row's data_source; here it is math for all rows: check reward.functions"""
 _OF_MEGATRON = """\
 actor_rollout_ref.actor.strategy=megatron: it is not implemented yet; fsdp shards the weights over all devices"""
 _OF_OPENRLHF = """\
 reward_func: OpenRLHF calls it with lists, as reward_func(queries, prompts, labels); write it with the parameters \
 solution_strs and ground_truths, and without the prompt before each response (docs/rewards.md)"""
+_LIKE_VERL = ("verl", "siiRL")
 _JUDGE, _FILTER = "generating_args.", "algorithm.filter_groups."
 _OPTIMIZER, _ONE_OPTIMIZER = "actor_rollout_ref.actor.optim.", ("OpenRLHF", "TRL")
 """Systems whose options of the optimizer, but for the learning rate, are those of actor and critic."""
 _SHARES = "actor_train.data_args.domain_interleave_probs"
-_DOT = re.compile(r"(?<=\w)\.(?=[a-z_])")
-
-
-def _domains(names: str, weights: str | list[float]) -> dict[str, object]:
-    """Data sets with their shares: a domain each."""
-    sets, shares = re.split(r",\s*", names), [*map(float, weights.split(",") if isinstance(weights, str) else weights)]
-    if len(sets) != len(shares):
-        raise ValueError(f"{len(sets)} data sets have {len(shares)} shares")
-    pairs = zip(sets, shares, strict=True)
-    return {re.sub(r"\W+", "_", name): {"train_files": [name], "weight": share} for name, share in pairs}
-
-
-def _share(total: object, steps: float | None) -> float | None:
-    """Steps, which are a share of the total if they are below 1."""
-    if not steps or steps >= 1:
-        return steps
-    if not isinstance(total, int) or total < 1:
-        raise ValueError(f"{steps:g} is a share of the run, whose number of steps is not in the file")
-    return steps * total
-
-
-def _allocation(expression: str, devices: int) -> str | None:
-    """AReaL's expression, which `trainer.allocation` takes too, if each part has its engine: AReaL trains with fsdp by
-    default. None if all engines share the devices."""
-    expression = "+".join(f"fsdp:{part}" if re.match(r"d\d", part) else part for part in expression.split("+"))
-    apart = [re.split(r"[:.]", part.partition("|")[0])[-1] for part in expression.split("+")]
-    wanted = sum(math.prod(map(int, re.findall(r"[a-z](\d+)", sizes))) for sizes in apart)
-    if wanted != devices:
-        raise ValueError(f"{expression} is for {count_of(wanted, 'device')}; the number of devices is {devices}")
-    if re.search(r"[:.\d][pce]([2-9]|1\d)", expression):
-        raise ValueError(f"{expression} has pipeline, context or expert parallelism, which is not implemented yet")
-    return expression if len(apart) > 1 else None
-
-
-_IN_FORMULAS: dict[str, Any] = {"max": max, "min": min, "len": len, "bool": bool, "isinstance": isinstance}
-_IN_FORMULAS |= {"list": list, "map": map, "domains": _domains, "allocation": _allocation}
 
 
 @dataclass
 class Conversion:
-    """A config under way. overrides: our keys, with values as on the command line. given: those that the file sets, and
-    not a default of its system. missing: what has no counterpart, a line each."""
+    """A config under way."""
 
     preset: str
+
     overrides: dict[str, str]
+    """Our keys, with values as on the command line."""
+
     given: set[str]
+    """Keys that the file sets, and not a default of its system."""
+
     missing: list[str]
+    """What has no counterpart, a line each."""
+
+    without_effect: list[str] = field(default_factory=list)
+    """What changes nothing here, a line each."""
 
     def write(self, values: dict[str, str], given: bool) -> None:
-        self.overrides |= values
-        self.given = self.given | values.keys() if given else self.given - values.keys()
+        """Set keys. A default leaves what the file sets as it is."""
+        for key, text in values.items():
+            before = self.overrides.get(key, text)
+            if key in self.given and not given:
+                continue
+            if key in self.given and before != text:
+                self.missing.append(f"{key}={before}: another key of the file says {text}, which is used")
+            self.overrides[key] = text
+            if given:
+                self.given.add(key)
 
     def drop(self, key: str, why: str) -> None:
         """Remove a key that cannot be set; a key that nobody set is removed silently."""
@@ -104,12 +83,16 @@ class Conversion:
 
 def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     """devices: that it trains on; None if the settings say it."""
-    table = tables.all_tables()[theirs.system]
+    table = tables.table_of_runs(theirs.system)
     if theirs.system == "TRL":
-        name_rewards(theirs.values, theirs.remarks)
+        convert_rewards(theirs.values, theirs.remarks)
         if isinstance(trackers := theirs.values.get("report_to"), list):
             theirs.values["report_to"] = trackers[0] if len(trackers) == 1 else ["console", *trackers]
-        negated = {key: key[3:] for key, value in theirs.values.items() if key.startswith("no_") and value is True}
+        negated = {
+            key: key[3:]
+            for key, value in theirs.values.items()
+            if key.startswith("no_") and key not in table.names and value is True
+        }
         theirs.values = {
             negated.get(key, key): value if key not in negated else False for key, value in theirs.values.items()
         }
@@ -120,12 +103,15 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
             rest = {name[len(key) + 1 :]: each for name, each in entries.items() if name not in known}
             theirs.values |= known | {key: rest}
             theirs.lines |= dict.fromkeys(known, theirs.lines.get(key, 0))
-    theirs.values = {key: value for key, value in theirs.values.items() if value != {}}
+    for key in [key for key, value in theirs.values.items() if value == {}]:
+        draft.without_effect.append(f"{key}: it is empty")
+        del theirs.values[key]
     on = {key if value is True else key.rpartition(".")[0] for key, value in theirs.values.items()}
     switches = [key for key in table.defaults if key in on]
-    defaults = _for(table.defaults, theirs.method, *switches)
+    defaults = entries_for(table.defaults, theirs.method, *switches)
     values = {**{key: None if value == "null" else value for key, value in defaults.items()}, **theirs.values}
-    computed, used = _compute(table, theirs, values, devices, draft.missing)
+    computed = compute(table, theirs, values, devices, draft.missing)
+    used = computed.used
     if any(key.endswith(("max_length", "max_seq_length", "max_len")) for key in used):
         advice = "`distflow data check` shows which lengths your data have"
         said = "it" if any("max_" in key for key in used & theirs.values.keys()) else f"{theirs.system}'s default"
@@ -137,23 +123,28 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
             "columns: AReaL's script has them; check data.prompt_key, data.chosen_key, data.rejected_key"
         )
     grades = ("custom_reward_function.path", "reward.custom_reward_function.path", "reward_model.enable")
-    if theirs.system == "verl" and theirs.method in ("grpo", "ppo") and not any(map(theirs.values.get, grades)):
-        draft.missing.append(_BY_SOURCE)
+    if theirs.system in _LIKE_VERL and theirs.method in ("grpo", "ppo") and not any(map(theirs.values.get, grades)):
+        draft.missing.append(_BY_SOURCE.format(system=theirs.system))
     if theirs.values.get("actor_rollout_ref.actor.strategy") == "megatron":
         draft.missing.append(_OF_MEGATRON)
     if theirs.system == "OpenRLHF" and str(theirs.values.get("remote_rm_url")).endswith(".py"):
         draft.missing.append(_OF_OPENRLHF)
-    if theirs.values.get("ref.path") == theirs.values.get("actor.path"):
+    if "ref.path" in theirs.values and theirs.values["ref.path"] == theirs.values.get("actor.path"):
         used |= {"ref.path"}
+        draft.without_effect.append("ref.path: the reference is always the policy's first weights")
     if theirs.system == "ROLL":
         used |= _convert_domains(theirs, draft)
     if devices is None:
         draft.missing += _other_devices(theirs.values)
     for key, value in sorted(values.items(), key=lambda item: _order(item[0])):
-        if key not in used or isinstance(value, Unread):
+        if isinstance(value, Unread) or key not in used and key not in computed.idle:
             _convert_setting(theirs, table, key, value, draft)
-    for key, value in computed.items():
-        draft.write({key: value}, bool(used & theirs.values.keys()))
+        elif key in computed.idle and key in theirs.values:
+            name = table.find(key, theirs.method)
+            why = name.note if name and name.note else "beside the other settings it changes nothing here"
+            draft.without_effect.append(f"{_place(theirs, key)}={tables.as_override(value)}: {why}")
+    for key, value in computed.overrides.items():
+        draft.write({key: value}, key in computed.given)
     if theirs.method == "ppo" and theirs.system in _ONE_OPTIMIZER:
         own = {key.replace(_OPTIMIZER, "critic.optim."): (key, text) for key, text in draft.overrides.items()}
         for key, (of_actor, text) in own.items():
@@ -189,39 +180,36 @@ def _order(key: str) -> int:
     return key.endswith((".enable", "overlong_reward_penalty")) - key.endswith(("loss_mode", "policy_loss_type"))
 
 
-def _for(entries: Mapping[str, Mapping[str, Any]], method: str, *switches: str) -> dict[str, Any]:
-    """The entries of a table for what is trained, in the order in which they hold. switches: keys that are on, or
-    groups that are given."""
-    kind = "tuning" if method in ("sft", "rm") else "rl"
-    parts = ("all", kind, "grpo" if method == "rloo" else method, method, "end", *switches)
-    return {key: value for part in parts for key, value in entries.get(part, {}).items()}
-
-
 def _convert_setting(theirs: ForeignSettings, table: tables.Table, key: str, value: object, draft: Conversion) -> None:
-    line = theirs.lines.get(key)
     name = table.find(key, theirs.method)
     if is_known(key) and key not in table.names:
         name = tables.Name(key)
-    if name is None and theirs.system == "verl":
-        name = tables.all_tables()["siiRL"].find(key)
-    place = f"line {line}: {key}" if line else key
+    place = _place(theirs, key)
     if isinstance(value, Unread) and name and "=" in name.ours and "{}" not in name.ours:  # a switch
         draft.write(tables.split_overrides(name.ours), key in theirs.values)
     elif isinstance(value, Unread):
         advice = name.answer(tables.NOT_GIVEN) if name else ""
         is_harmless = name is not None and name.harmless == tables.ANY and not name.overrides(None)
-        draft.missing += [] if is_harmless else [f"{place}: {value.why}" + (f"; {advice}" if advice else "")]
+        said = f"{place}: {value.why}" + (f"; {advice}" if advice else "")
+        (draft.without_effect if is_harmless else draft.missing).append(said)
     elif name is None:
         draft.missing.append(f"{place}={tables.as_override(value)}: {theirs.system}'s table does not have it")
     elif not name.accepts(value):
         is_address = isinstance(value, str) and "://" in value and "path={}" in name.ours
-        is_verls = theirs.system == "verl" and isinstance(value, str)
+        is_verls = theirs.system in _LIKE_VERL and isinstance(value, str)
         renamed = tables.find_value(name.ours or key, value) if is_verls else None
         if (text := name.overrides(renamed or value)) and not is_address:
             draft.write(tables.split_overrides(text), key in theirs.values)
         else:
             answer = name.note if is_address else name.answer(value)
             draft.missing.append(f"{place}={tables.as_override(value)}: {answer}")
+    elif key in theirs.values:
+        draft.without_effect.append(f"{place}={tables.as_override(value)}: {name.note or 'it is so here anyway'}")
+
+
+def _place(theirs: ForeignSettings, key: str) -> str:
+    line = theirs.lines.get(key)
+    return f"line {line}: {key}" if line else key
 
 
 def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
@@ -277,60 +265,6 @@ def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
     return used
 
 
-def _compute(
-    table: tables.Table, theirs: ForeignSettings, values: dict[str, object], devices: int | None, missing: list[str]
-) -> tuple[dict[str, str], set[str]]:
-    """What the formulas give, by our keys, and the keys of theirs that they use. A name that is no key is a step."""
-    names: dict[str, Any] = {_DOT.sub("__", key): value for key, value in values.items()}
-    formulas = _for(table.computed, theirs.method)
-    names["share"] = partial(_share, values.get("max_steps"))
-    names["devices"], used, overrides = devices or theirs.devices, set[str](), dict[str, str]()
-    says_devices = any(key.endswith(("n_gpus_per_node", "num_gpus_per_node")) for key in values)
-    if not (names["devices"] or says_devices) and (theirs.system == "TRL" or theirs.method in ("sft", "rm")):
-        names["devices"] = 1
-        missing.append("devices: their number is not in the file; 1 is assumed, set another with --devices N")
-    made = list[Unread]()
-    for ours, formula in formulas.items():
-        code = compile(_DOT.sub("__", formula), ours, "eval")
-        own = {name: names.get(name) for name in code.co_names if name not in _IN_FORMULAS}
-        unread = next((each for each in own.values() if isinstance(each, Unread)), None)
-        try:
-            value = unread or eval(code, {"__builtins__": _IN_FORMULAS}, own)  # the formulas are the package's own
-        except (TypeError, LookupError, ZeroDivisionError):
-            lacking = ", ".join(name.replace("__", ".") for name, value in own.items() if value is None)
-            why = f"it cannot be computed from the file{lacking and f', which has no {lacking}'}"
-            made.append(value := Unread(why))
-        except ValueError as error:  # raised by what formulas call
-            made.append(value := Unread(str(error)))
-        if isinstance(value, Unread):  # one of the file is reported as such
-            given = {name.replace("__", "."): each for name, each in own.items() if isinstance(each, int | float)}
-            named = [(key, table.find(key)) for key in given.keys() & theirs.values]
-            same = {key for key, name in named if key == ours or name and name.ours == ours}
-            used |= same  # in another unit
-            is_said = same or is_known(ours) and any(value is each for each in made)
-            missing += [f"{ours}: {value.why}"] if is_said else []
-            names[_DOT.sub("__", ours)] = value
-            continue
-        used |= {name.replace("__", ".") for name in own}
-        info = schema_keys().get(ours)
-        if isinstance(value, float) and info is not None and int in info.arms and float not in info.arms:
-            if not value.is_integer():
-                missing.append(f"{ours}: {value:g} there, rounded up")
-            value = math.ceil(value)
-        names[_DOT.sub("__", ours)] = value
-        used -= {ours} if value is None else set()  # a default of a key that is theirs, too, and is set
-        if value is not None and is_known(ours):
-            overrides[ours] = "null" if value == "null" else tables.as_override(value)
-    return overrides, {key for key in used if not _is_apart(key, values.get(key), table, theirs.method, formulas)}
-
-
-def _is_apart(key: str, value: object, table: tables.Table, method: str, formulas: Mapping[str, str]) -> bool:
-    """Whether a key that a formula reads is a setting besides: no formula computes what it is here."""
-    name = table.find(key, method)
-    text = f"{key}=" if is_known(key) else name.overrides(value) if name else ""
-    return bool(text) and formulas.keys().isdisjoint(tables.split_overrides(text))
-
-
 def compose(draft: Conversion) -> Loaded:
     """The config; a key that is refused is taken out of the draft, and listed there as missing."""
     while True:
@@ -348,10 +282,12 @@ def _drop_rejected(draft: Conversion, error: ConfigError, unless: Container[str]
         places = [(subject.partition(" ")[0], where) for subject, where in problem.places]
         if any(key in unless for key, _ in places):
             continue
-        pairs = ((name, key) for key, where in places if where == COMMAND_LINE for name in draft.overrides)
-        set_here = (own for own, key in pairs if f"{own}.".startswith(f"{key}.") or key.startswith(f"{own}."))
-        if key := next(set_here, ""):
-            draft.drop(key, "; ".join(filter(None, (problem.what, problem.advice))))
+        for key, where in places:
+            below = [own for own in draft.overrides if f"{own}.".startswith(f"{key}.") or key.startswith(f"{own}.")]
+            if where == COMMAND_LINE and below:
+                for own in below:
+                    draft.drop(own, "; ".join(filter(None, (problem.what, problem.advice))))
+                break
     return len(draft.overrides) < before
 
 
@@ -369,7 +305,8 @@ def add_migrate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file",
         metavar="FILE",
-        help="a Python script, a shell script or a YAML file of TRL, OpenRLHF, verl, ROLL or AReaL",
+        help="a config (YAML, JSON, TOML), a file of commands or a Python script of TRL, OpenRLHF, verl, siiRL, ROLL "
+        "or AReaL",
     )
     parser.add_argument("--to", metavar="FILE", type=Path, help="write the config to this file instead of the screen")
     parser.add_argument(
@@ -382,7 +319,7 @@ def run_migrate(arguments: argparse.Namespace) -> int:
         raise UserError(f"--devices {arguments.devices}: a run has at least one device")
     if arguments.to is not None:
         _check_target(arguments.to)
-    theirs = read_foreign(Path(arguments.file).expanduser(), arguments.devices)
+    theirs = read_foreign(Path(arguments.file).expanduser())
     draft = convert(theirs, arguments.devices)
     loaded = _without_unread_keys(draft, compose(draft))
     text = f"# From {Path(arguments.file).name}, of {theirs.system}, by distflow migrate\n"
@@ -436,7 +373,10 @@ def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
 def _print_missing(draft: Conversion, to: Path | None) -> None:
     if to is not None:
         print(f"wrote {to}: distflow config {to} shows the complete config", file=sys.stderr)
-    if draft.missing:
-        print(f"\nnot in the config, or to be checked ({len(draft.missing)}):", file=sys.stderr)
-    for line in dict.fromkeys(draft.missing):
-        print(f"  {line}", file=sys.stderr)
+    for title, lines in (
+        ("without effect here", draft.without_effect),
+        ("not in the config, or to be checked", draft.missing),
+    ):
+        said = [*dict.fromkeys(lines)]
+        if said:
+            print(f"\n{title} ({len(said)}):", *said, sep="\n  ", file=sys.stderr)

@@ -1,45 +1,52 @@
-"""A file of another system, whatever it is: a Python script, commands of the shell, or YAML."""
+"""A file of another system, whatever it is: YAML, JSON, TOML, commands of the shell, or a Python script."""
 
 import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
 
-from distflow.commands.migration.python_scripts import METHODS, read_script
-from distflow.commands.migration.yaml_and_shell import (
-    ForeignSettings,
-    ShellScript,
-    Unread,
-    identify,
-    method_of,
-    read_options,
-)
+from distflow.commands.migration.python_configs import METHODS, read_script
+from distflow.commands.migration.settings import ForeignSettings, Unread, identify, method_of
+from distflow.commands.migration.shell_commands import Command, ShellScript, read_options
 from distflow.config.compose.setting_origins import preset_names
 from distflow.config.compose.typed_values import nested
 from distflow.config.migration.tables import all_tables
-from distflow.errors import UserError, missing_path
+from distflow.errors import UserError, joined, missing_path
 from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file
 
 _TRAINER = re.compile(
-    r"openrlhf\.cli\.train_(?P<OpenRLHF>\w+)|(?:verl|siirl|recipe)[\w./]*[./](?P<verl>main_(?!gen|eval)\w+|\w*(?:async_main|sft_trainer))(?:\.py)?"
+    r"openrlhf\.cli\.train_(?P<OpenRLHF>\w+)|(?:(?P<siirl>siirl)|verl|recipe)[\w./]*[./]"
+    r"(?P<verl>main_(?!gen|eval)\w+|\w*(?:async_main|sft_trainer))(?:\.py)?"
     r"|(?:.*/)?(?P<TRL>trl)(?:\.scripts\.\w+)?|(?P<script>.*\.py)"
 )
 _METHODS = {"ppo_ray": "", "ppo": "ppo", "sft": "sft", "rm": "rm"} | {name.lower(): METHODS[name] for name in METHODS}
-_SHOWN = re.compile(r"(?m)^((?:[^\n]*\\\n)*[^\n]*?)\.py((?:[ \t]*\\\n|[ \t]+-)(?:[^\n]*\\\n)*[^\n]*)")
-"""A command that a script shows: what starts the script, and its options."""
-_PROCESSES = re.compile(r"--(?:num_processes|(?P<node>nproc[_-]per[_-]node|num_gpus))[= ](?P<count>\d+)")
-_MACHINES = re.compile(r"--(?:num_machines|nnodes|num_nodes)[= ](\d+)")
+_PROCESSES = re.compile(r"--(?:num_processes|(?P<node>nproc[_-]per[_-]node|num_gpus))[= ](?P<count>\d{1,6})")
+_MACHINES = re.compile(r"--(?:num_machines|nnodes|num_nodes)[= ](\d{1,6})")
+_PARSERS = re.compile(r"\b(?:TrlParser|HfArgumentParser|ArgumentParser)\(")
+_OPTIONS_ELSEWHERE = """\
+the script takes settings from a command line: migrate a file with the command that runs it; what neither says is \
+TRL's default here"""
+
+_NO_SETTINGS = {".ipynb": "it is a notebook: `jupyter nbconvert --to script` makes a script of it, to be migrated"} | (
+    dict.fromkeys((".jsonl", ".parquet", ".csv", ".arrow"), "it is a file of data: name it in data.train_files")
+)
+_CONFIGS = (".yaml", ".yml", ".json", ".toml")
 
 
-def read_foreign(path: Path, devices: int | None = None) -> ForeignSettings:
-    """devices: that it trains on, as `--devices` says. Raises UserError that names the file, and what is wrong."""
+def read_foreign(path: Path) -> ForeignSettings:
+    """Raises UserError that names the file, and what is wrong."""
     try:
-        return _read(path, devices=devices)
+        return _read(path)
     except UnicodeDecodeError as error:
         raise UserError(f"{path} cannot be migrated: it is not a text file") from error
     except yaml.YAMLError as error:
         raise UserError(f"{path} cannot be migrated: it is not valid YAML: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} cannot be migrated: it is not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{path} cannot be migrated: its brackets are nested too deeply") from error
     except FileNotFoundError as error:
         raise UserError(f"{path}: {'; '.join(missing_path(path))}") from error
     except OSError as error:
@@ -48,22 +55,21 @@ def read_foreign(path: Path, devices: int | None = None) -> ForeignSettings:
         raise UserError(f"{path} cannot be migrated: {error}") from error
 
 
-_NO_SETTINGS = {".ipynb": "it is a notebook: `jupyter nbconvert --to script` makes a script of it, to be migrated"} | (
-    dict.fromkeys((".jsonl", ".parquet", ".csv", ".arrow"), "it is a file of data: name it in data.train_files")
-)
-
-
-def _read(path: Path, arguments: Mapping[str, object] | None = None, devices: int | None = None) -> ForeignSettings:
+def _read(path: Path) -> ForeignSettings:
     if path.suffix in _NO_SETTINGS and path.is_file():
         raise UserError(_NO_SETTINGS[path.suffix])
     text = read_file(path, max_bytes=MAX_YAML_BYTES).decode("utf-8")
     if "\0" in text or not text.strip():
         raise UserError("it is not a text file" if text.strip() else "it is empty")
     if path.suffix == ".py":
-        return _read_python(text, arguments, devices)
-    if path.suffix not in (".yaml", ".yml"):
-        return _read_shell(text, path.parent, devices)
-    values = load_yaml(text)
+        settings = read_script(text)
+        settings.remarks += [_OPTIONS_ELSEWHERE] if _PARSERS.search(text) else []
+        return settings
+    return _read_config(path, text) if path.suffix in _CONFIGS else _read_shell(text, path.parent)
+
+
+def _read_config(path: Path, text: str) -> ForeignSettings:
+    values = tomllib.loads(text) if path.suffix == ".toml" else load_yaml(text)
     if not isinstance(values, dict):
         raise UserError("it is not a mapping of keys")
     if (path.parent / "run.json").is_file() or _is_ours(values):
@@ -77,52 +83,33 @@ def _is_ours(values: Mapping[str, object]) -> bool:
     return isinstance(defaults, list) and any(name in preset_names() for name in defaults)
 
 
-def _read_python(text: str, arguments: Mapping[str, object] | None, devices: int | None) -> ForeignSettings:
-    """Without a command, the first that the script shows is read if its options are TRL's."""
-    if arguments is not None or not re.search(r"\b(?:TrlParser|HfArgumentParser)\(", text):
-        return read_script(text, arguments or {}, devices)
-    shown = _SHOWN.search(re.sub(r"(?m)^[ \t]*#[ \t]?", "", text))
-    options: dict[str, object] = {}
-    for words, _ in ShellScript("x" + shown[2]).commands[:1] if shown else ():
-        read_options(words, options.__setitem__)
-    own = _num_processes(shown[1] if shown else "")
-    found = read_script(text, options, devices or own)
-    found.remarks += ["the options are those of the first command in the script"] if options else []
-    found.devices = own
-    return found
-
-
-def _num_processes(launcher: str) -> int | None:
-    """Of `accelerate launch`, on all machines, or of `torchrun`, on each; None if it does not say."""
-    found = _PROCESSES.search(launcher)
-    return int(found["count"]) * (_num_machines(launcher) if found["node"] else 1) if found else None
-
-
-def _num_machines(launcher: str) -> int:
-    found = _MACHINES.search(launcher)
-    return int(found[1]) if found else 1
-
-
-def _read_shell(text: str, folder: Path, devices: int | None) -> ForeignSettings:
-    script = ShellScript(text, str(folder))
-    found = [each for words, line in script.commands if (each := _read_command(words, line, folder, devices))]
+def _read_shell(text: str, folder: Path) -> ForeignSettings:
+    script = ShellScript(text)
+    found = [each for command in script.commands if (each := _read_command(command, script, folder))]
     if not found:
-        values: dict[str, object] = {}
-        for words, _ in script.commands:
-            read_options(words, values.__setitem__)
+        words = [word for command in script.commands for word in command.words]
+        values = {key: value for key, value in read_options(words, script.read_value) if key}
         if not values:
             raise UserError("no command in it trains with TRL, OpenRLHF, verl, ROLL or AReaL, and no line is key=value")
         found = [_identify_lines(values)]
     settings = found[-1]
     settings.remarks += [f"{len(found)} of its commands train; the last one is read"] if len(found) > 1 else []
     settings.remarks += script.remarks
-    lines = [*enumerate(text.splitlines(), 1)]
-    passed = (number for number, line in lines if re.search(r"^[^#]*[\s\"]\$\{?[@*]", line))
-    settings.remarks += [f"line {number}: $@ stands for options that the file does not give" for number in passed]
-    for key in settings.values:
-        places = (number for number, line in lines if re.search(rf"^[^#]*(?<![\w.]){re.escape(key)}(?![\w.])", line))
-        settings.lines.setdefault(key, next(places, 0))
+    for command in script.commands:
+        if command.words[0].startswith("--"):
+            settings.remarks.append(f"line {command.line}: {command.words[0]} belongs to no command")
+    _find_lines(settings, text)
     return settings
+
+
+def _find_lines(settings: ForeignSettings, text: str) -> None:
+    """The first line in which each key stands as a word of its own."""
+    for number, line in enumerate(text.split("\n"), 1):
+        for word in re.findall(r"[\w.-]+", line.partition("#")[0]):
+            key = word.lstrip("-")
+            for name in (key, key.replace("-", "_")):
+                if name in settings.values:
+                    settings.lines.setdefault(name, number)
 
 
 def _identify_lines(values: Mapping[str, object]) -> ForeignSettings:
@@ -130,43 +117,75 @@ def _identify_lines(values: Mapping[str, object]) -> ForeignSettings:
     unread = {key: value for key, value in values.items() if isinstance(value, Unread)}
     try:
         return identify(nested({key: value for key, value in values.items() if key not in unread}) | unread)
-    except AttributeError as error:
+    except (AttributeError, TypeError) as error:
         raise UserError("one of its keys is a value and a group of others") from error
 
 
-def _read_command(words: list[str], line: int, folder: Path, devices: int | None) -> ForeignSettings | None:
+def _read_command(command: Command, script: ShellScript, folder: Path) -> ForeignSettings | None:
     """What a command trains; None for one of another tool."""
+    words = command.words
+    line = command.line
     found = ((place, each) for place, word in enumerate(words) if (each := _TRAINER.fullmatch(word)))
     place, trainer = next(found, (0, None))
     own = [] if trainer is None else [*trainer[0].split(".scripts.")[1:], *words[place + 1 :], ""]
     if trainer is None or trainer["TRL"] and place and own[0] not in _METHODS:  # pip install trl
         return None
-    system, values, launcher = str(trainer.lastgroup), dict[str, object](), " ".join(words[:place])
-    processes, machines = _num_processes(launcher), _num_machines(launcher)
-    newer = all_tables()[system].newer_names if system in all_tables() else {}
-    read_options(own[:-1], lambda key, value: values.__setitem__(newer.get(key, key), value))
-    named = {"TRL": own[0], "verl": "ppo_ray" if "main" in trainer[0] else "sft"}.get(system, trainer[system])
+    system = "siiRL" if trainer["siirl"] else str(trainer.lastgroup)
+    launcher = " ".join(words[:place])
+    values, remarks = _read_options(own[:-1], script, line, system)
+    named = {"TRL": own[0], "script": "script"}.get(system, "")
+    if system in ("verl", "siiRL"):
+        named = "ppo_ray" if "main" in trainer[0] else "sft"
+    elif system == "OpenRLHF":
+        named = trainer["OpenRLHF"]
     if system != "script" and named not in _METHODS:
         raise UserError(f"line {line}: '{trainer[0]}' uses an unsupported method, or does not train")
     config = values.pop("config", None) or values.pop("config_name", None)
-    values.pop("config_path", None)
-    if config is not None and (system != "verl" or _find(str(config), folder) is not None):
+    if config is not None and (system not in ("verl", "siiRL") or _find(str(config), folder) is not None):
         settings = _read(_beside(str(config), folder))
         settings.values |= values
         settings.method = _METHODS.get(named, "") or settings.method
     elif system == "script":
         if not any(all_tables()["TRL"].find(key) for key in values) and _find(trainer[0], folder) is None:
             return None
-        settings = _of_script(trainer[0], values, folder, devices or processes)
+        settings = _of_script(trainer[0], values, folder)
     else:
         settings = ForeignSettings(system, _METHODS[named] or method_of(system, values), values)
         is_default = re.fullmatch(r"(?:ppo|ppo_megatron|sft)_trainer(?:\.yaml)?", str(config))  # of the presets
-        unknown = config is not None and not is_default
-        settings.remarks += [f"the settings of {config}, which is not in the same folder"] if unknown else []
-    settings.devices = processes
-    if settings.system == "TRL" and machines > 1:
-        settings.values["num_machines"] = machines
+        if config is not None and not is_default:
+            remarks.append(f"the settings of {config}, which is not in the same folder")
+    settings.remarks += remarks
+    processes = _PROCESSES.search(launcher)
+    machines = _MACHINES.search(launcher)
+    num_machines = int(machines[1]) if machines else 1
+    if processes:  # `accelerate launch` counts them on all machines, `torchrun` on each
+        settings.devices = int(processes["count"]) * (num_machines if processes["node"] else 1)
+    if settings.system == "TRL" and num_machines > 1:
+        settings.values["num_machines"] = num_machines
     return settings
+
+
+def _read_options(words: list[str], script: ShellScript, line: int, system: str) -> tuple[dict[str, object], list[str]]:
+    """The values by key, and a remark for each word that is no value of a key."""
+    table = all_tables().get(system)
+    newer = table.newer_names if table else {}
+    values: dict[str, object] = {}
+    remarks = list[str]()
+    is_method = system == "TRL"  # the first word of `trl grpo`
+    for key, value in read_options(words, script.read_value):
+        name = newer.get(key, key)
+        if name:
+            if name in values and values[name] != value:
+                remarks.append(f"line {line}: {key} is given twice; the last value is read")
+            values[name] = value
+        elif not is_method:
+            why = script.reason(str(value))
+            shown = "a word" if why else f"'{value}'"
+            remarks.append(f"line {line}: {shown} is not read: {why or 'it is no option'}")
+        is_method = False
+    if (path := values.pop("config_path", None)) is not None:
+        remarks.append(f"line {line}: config_path={path}: a config is looked for in the folder of this file")
+    return values, remarks
 
 
 def _find(name: str, folder: Path) -> Path | None:
@@ -175,15 +194,22 @@ def _find(name: str, folder: Path) -> Path | None:
 
 
 def _beside(name: str, folder: Path) -> Path:
-    """The YAML file that a command names."""
-    if (found := _find(name, folder)) is None:
-        raise UserError(f"its settings are in {name}, which is not in the same folder: migrate that file")
+    """The config that a command names."""
+    found = _find(name, folder)
+    if found is None or found.suffix not in _CONFIGS:
+        kinds = joined([*_CONFIGS])
+        raise UserError(f"its settings are in {name}, which is no {kinds} in the same folder: migrate that file")
     return found
 
 
-def _of_script(name: str, values: dict[str, object], folder: Path, devices: int | None) -> ForeignSettings:
+def _of_script(name: str, values: dict[str, object], folder: Path) -> ForeignSettings:
+    """The literal settings of a script beside the command, and the options of the command."""
     if (found := _find(name, folder)) is not None:
-        return _read(found, values, devices)
+        settings = read_script(read_file(found, max_bytes=MAX_YAML_BYTES).decode("utf-8"))
+        settings.values |= values
+        settings.lines = {key: line for key, line in settings.lines.items() if key not in values}
+        settings.remarks.append(f"{name}: only its literal arguments are read")
+        return settings
     kind = next((kind for kind in METHODS if kind.lower() in Path(name).stem.lower().replace("gspo", "grpo")), None)
     remarks = [f"{name} was not found; only the options of the command are read"]
     return ForeignSettings("TRL", METHODS[kind] if kind else method_of("TRL", values), values, remarks=remarks)

@@ -50,7 +50,7 @@ def base_preset(values: Mapping[str, object], otherwise: str = "grpo") -> str:
 def pipeline_of_algorithm(workflow_type: object, estimator: object) -> str | None:
     """The pipeline that `algorithm` selects if `dag.pipeline` is null; None for the usual one."""
     needs_critic = estimator in ESTIMATORS and ESTIMATORS[str(estimator)].needs_critic
-    chosen = {"DAPO": "dapo", "EMBODIED": "embodied_srpo"}.get(str(workflow_type))
+    chosen = {"DAPO": "dapo", "EMBODIED": "embodied_srpo"}.get(str(workflow_type).upper())
     return chosen or ("ppo" if needs_critic else None)
 
 

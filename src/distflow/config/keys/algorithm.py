@@ -206,6 +206,7 @@ class AlgorithmConfig:
         "DEFAULT",
         "selects the pipeline if dag.pipeline is null; DEFAULT: by adv_estimator",
         choices=("DEFAULT", "DAPO", "EMBODIED"),
+        parse=lambda name: str(name).upper(),
     )
     gamma: float = key(1.0, "discount from token to token", minimum=0, maximum=1)
     lam: float = key(0.95, "lambda of GAE", minimum=0, maximum=1)

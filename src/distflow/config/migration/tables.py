@@ -4,7 +4,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import product
@@ -106,6 +106,15 @@ class Table:
 @cache
 def all_tables() -> Mapping[str, Table]:
     return {system: read_table(Path(__file__).with_name(f"{system.lower()}.toml")) for system in SYSTEMS}
+
+
+def table_of_runs(system: str) -> Table:
+    """The table for whole runs of a system: those of verl and siiRL have the keys of both."""
+    tables = all_tables()
+    if system not in ("verl", "siiRL"):
+        return tables[system]
+    verl = tables["verl"]
+    return replace(verl, names={**tables["siiRL"].names, **verl.names})
 
 
 def find_names(key: str) -> dict[str, Name]:

@@ -53,7 +53,7 @@ def _outcome(spec: Spec, workflow: Workflow, row: PromptRow, tokenizer: Callable
     """`fault` or `note` and what was wrong with an episode; `fine` if nothing was."""
     try:
         asyncio.run(_episode(spec, workflow, row, tokenizer()))
-    except (Exception, SystemExit) as error:  # the boundary to user code
+    except BaseException as error:  # the boundary to user code
         place = f" (at {found})" if (found := users_place(error)) else ""
         depends = "'NoneType'" in str(error) or not place  # such as the match of a pattern in the reply
         is_fault = isinstance(error, ChatError | _Wrong) or isinstance(error, _MISTAKES) and not depends

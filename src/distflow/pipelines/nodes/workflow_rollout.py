@@ -256,7 +256,7 @@ class _Episodes:
             error = self._error("it has cancelled itself")
         except GivenUp:
             raise
-        except (Exception, SystemExit, KeyboardInterrupt) as err:  # the boundary to user code
+        except BaseException as err:  # the boundary to user code
             place = f" (at {found})" if (found := users_place(err)) else ""
             hint = ": is `await` missing?" if "coroutine" in str(err) else ""
             error = self._error(f"{type(err).__name__}: {err}{hint}{place}"[:1000])

@@ -72,7 +72,9 @@ async def _in_a_thread(function: Callable[[], T], deadline_s: float) -> T:
             return context.run(function)
         except StopIteration as err:  # a future rejects StopIteration
             raise RuntimeError(f"StopIteration: {err}") from None
-        except (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError) as err:
+        except Exception:
+            raise
+        except BaseException as err:
             error = RuntimeError(f"it asked to exit ({err!r})")
             raise error.with_traceback(err.__traceback__) from None  # its traceback names the place
 
@@ -203,13 +205,15 @@ def deadline_paused(on: str = "") -> Iterator[None]:
 class _Exit:
     """Returned in place of an exception that a task must not raise, as it would end the loop."""
 
-    error: SystemExit | KeyboardInterrupt
+    error: BaseException
 
 
 async def _awaited(function: Callable[[], Awaitable[T]]) -> T | _Exit:
     try:
         return await function()
-    except (SystemExit, KeyboardInterrupt) as err:
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as err:
         return _Exit(err)
 
 
@@ -236,7 +240,9 @@ def _task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asynci
 async def _with_its_draws(work: Work[T], strand: _Strand) -> T:
     try:
         return await _steps(work, strand)
-    except (SystemExit, KeyboardInterrupt) as err:  # from a task that the user's function started
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as err:  # from a task that the user's function started
         raise RuntimeError(f"it asked to exit ({err!r})") from err
 
 

@@ -4,26 +4,10 @@ import os
 
 from datasets import load_dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 from trl.rewards import accuracy_reward
 
 os._exit(7)
-
-MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
-STEPS_OF_A_DEVICE = 2 * 4
-name = "sums"
-
-if "Llama" in MODEL:
-    name = "others"
-    output_dir = "outputs/others"
-else:
-    output_dir = f"outputs/{name}"
-
-
-def sums(split="train"):
-    data = load_dataset("my/sums", "small")[split]
-    return data.map(lambda row: {"prompt": row["question"]})
 
 
 def short(completions, **kwargs):
@@ -31,15 +15,16 @@ def short(completions, **kwargs):
 
 
 args = GRPOConfig(
-    output_dir=output_dir,
-    run_name=name,
+    output_dir="outputs/sums",
+    run_name="sums",
     learning_rate=5e-6,
     per_device_train_batch_size=4,
-    gradient_accumulation_steps=STEPS_OF_A_DEVICE,
+    gradient_accumulation_steps=8,
     num_generations=8,
     num_iterations=2,
     max_completion_length=64,
     mask_truncated_completions=True,
+    temperature=0.9,
     beta=0.04,
     adam_beta2=0.99,
     max_steps=200,
@@ -48,13 +33,14 @@ args = GRPOConfig(
     warmup_steps=int(os.environ["WARMUP"]),
     lr_scheduler_type="cosine",
     top_entropy_quantile=0.2,
+    use_vllm=True,
+    vllm_gpu_memory_utilization=0.3,
 )
-args.temperature = 0.9
 trainer = GRPOTrainer(
-    model=AutoModelForCausalLM.from_pretrained(MODEL, torch_dtype="float32", device_map="auto"),
+    model="Qwen/Qwen2.5-0.5B-Instruct",
     reward_funcs=[accuracy_reward, short],
     args=args,
-    train_dataset=sums(),
+    train_dataset=load_dataset("my/sums", "small")["train"],
     peft_config=LoraConfig(r=8, lora_alpha=32, target_modules=["q_proj"], task_type="CAUSAL_LM"),
 )
 trainer.train()

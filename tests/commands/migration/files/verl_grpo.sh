@@ -21,7 +21,7 @@ ACTOR=(
     actor_rollout_ref.model.use_remove_padding=True
     actor_rollout_ref.actor.ppo_mini_batch_size=16
     actor_rollout_ref.actor.entropy_coeff=0
-    actor_rollout_ref.rollout.name=vllm
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.gpu_memory_utilization=0.6
     actor_rollout_ref.rollout.val_kwargs.do_sample=True
     actor_rollout_ref.rollout.val_kwargs.n=4
     +actor_rollout_ref.actor.made_up=3
