@@ -13,7 +13,7 @@ from typing import Any
 from distflow.data.sample import on_event
 from distflow.environments.simulators import protocol
 from distflow.environments.simulators.protocol import Observation, from_json
-from distflow.environments.user_code_process import CallFailed, ProcessEnded, ProcessServer, UserProcess
+from distflow.environments.user_code_process import CallFailed, ProcessEnded, ProcessServer, ServerLost, UserProcess
 from distflow.errors import UserError
 
 _OF_GL = re.compile("EGL|OpenGL|OSMesa|GLFW|glGet|MUJOCO_GL|DISPLAY", re.IGNORECASE)
@@ -88,7 +88,11 @@ class SimulatorPool:
         executed all the same."""
         if worker.process is None and not worker.is_gone:
             async with worker.lock:
-                worker.process = worker.process or await self._server.fork("simulator")
+                try:
+                    worker.process = worker.process or await self._server.fork("simulator")
+                except ServerLost as error:
+                    worker.is_gone = True
+                    raise WorkerLost(str(error)) from error
         if not worker.is_gone and worker.process is not None:
             worker.process.send(method, arguments)  # it need not wait for it after the calls before
         answer = asyncio.ensure_future(self._answer(worker, method, arguments))
@@ -101,9 +105,11 @@ class SimulatorPool:
                 raise WorkerLost("its worker was replaced, because the simulator of another episode died or hung")
             try:
                 return await worker.process.answer(method, arguments, self._timeout_s)
-            except (ProcessEnded, asyncio.CancelledError):  # the answer to a cancelled call would be taken for the next
+            except (ProcessEnded, ServerLost, asyncio.CancelledError) as error:  # the answer to a cancelled call would be taken for the next
                 worker.is_gone, worker.num_episodes = True, 0
                 worker.process.close()
+                if isinstance(error, ServerLost):
+                    raise WorkerLost(str(error)) from error
                 raise
 
     async def _check(self) -> str:
