@@ -74,6 +74,7 @@ def main(owner_pid: int, command: list[str]) -> NoReturn:
     for number in signal.valid_signals():
         if number not in _KEPT and number < signal.SIGRTMIN:
             signal.signal(number, lambda *_: None)  # unlike SIG_IGN it is not inherited by the command
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the owner's thread may block some
     adopt_orphans()
     child = _start(command)
     _close_all_but(owner, wakes, wake)

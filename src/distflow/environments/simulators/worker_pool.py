@@ -34,6 +34,12 @@ class _Worker:
     is_gone: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    def leave(self) -> None:
+        """Kill the process; its episodes begin in another worker."""
+        self.is_gone, self.num_episodes = True, 0
+        if self.process is not None:
+            self.process.close()
+
 
 class SimulatorPool:
     """Workers with an env each, see `SimulatorHost`. timeout_s: of each `reset`, and of each chunk."""
@@ -91,7 +97,7 @@ class SimulatorPool:
                 try:
                     worker.process = worker.process or await self._server.fork("simulator")
                 except ServerLost as error:
-                    worker.is_gone = True
+                    worker.leave()
                     raise WorkerLost(str(error)) from error
         if not worker.is_gone and worker.process is not None:
             worker.process.send(method, arguments)  # it need not wait for it after the calls before
@@ -105,11 +111,11 @@ class SimulatorPool:
                 raise WorkerLost("its worker was replaced, because the simulator of another episode died or hung")
             try:
                 return await worker.process.answer(method, arguments, self._timeout_s)
-            except (ProcessEnded, ServerLost, asyncio.CancelledError) as error:  # the answer to a cancelled call would be taken for the next
-                worker.is_gone, worker.num_episodes = True, 0
-                worker.process.close()
-                if isinstance(error, ServerLost):
-                    raise WorkerLost(str(error)) from error
+            except ServerLost as error:
+                worker.leave()
+                raise WorkerLost(str(error)) from error
+            except (ProcessEnded, asyncio.CancelledError):  # the answer to a cancelled call would be taken for the next
+                worker.leave()
                 raise
 
     async def _check(self) -> str:
