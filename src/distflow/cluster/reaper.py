@@ -13,9 +13,10 @@ from distflow.processes.descendants import Process, descendants, kill_those
 _LOOKS_EVERY_S = 0.5
 
 
-def main(token: str, driver: int) -> None:
-    """token: a file to remove at the end. driver: pid of the process that holds the other end of standard input, where
-    it writes a byte when it has ended normally."""
+def main() -> None:
+    """Arguments: a file to remove at the end, and the pid of the driver, which holds the other end of standard input
+    and writes a byte there when it has ended normally."""
+    token, driver = sys.argv[1], int(sys.argv[2])
     ended = os.pidfd_open(driver)  # a process that the driver forked may hold the other end of standard input too
     others, known = descendants(driver), set[Process]()
     while not (ready := select.select([sys.stdin, ended], [], [], _LOOKS_EVERY_S)[0]):
@@ -23,7 +24,3 @@ def main(token: str, driver: int) -> None:
     if not (sys.stdin in ready and sys.stdin.buffer.read(1)):
         kill_those(known | descendants(driver) - others)
     Path(token).unlink(missing_ok=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))

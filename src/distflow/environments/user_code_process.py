@@ -368,7 +368,3 @@ def _as_plain(value: object) -> object:
     if (found := plain_value(value)) is value:
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -67,8 +67,9 @@ class Child:
 
 
 def python_command(module: str, *arguments: object) -> list[str]:
-    """The command that runs a module of ours in a new interpreter."""
-    return [sys.executable, "-P", "-m", module, *map(str, arguments)]
+    """The command that calls `main` of a module of ours in a new interpreter. The module is not Python's main module,
+    which processes that are spawned below would import again."""
+    return [sys.executable, "-P", "-c", f"from {module} import main; main()", *map(str, arguments)]
 
 
 def python_path() -> str:

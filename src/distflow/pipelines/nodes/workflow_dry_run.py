@@ -185,7 +185,3 @@ def describe_turns(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids:
         template, format = tokens.tool_template([{}]), settings.workflow_kwargs.get("format")
         return [*tokens.describe(), f"tool calls are read in the format {format or format_of(template)}"]
     return tokens.describe()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """The process that runs reward functions: it reads one request at a time from its socket and answers it. A request has
 one response, or several for a function that is async or batched. It does not import torch itself.
 
-Started by `process.py` as `python -P -m distflow.rewards.pool.worker FD MEMORY_BYTES`, below a keeper.
+`process.py` starts it below a keeper, with the number of a descriptor and the limit of its memory as arguments.
 """
 
 import inspect
@@ -179,7 +179,3 @@ def serve(channel: Channel) -> None:
         except (TypeError, ValueError) as error:  # more than fits into a message
             reply = encode({"answers": [{"error": describe(error)}] * len(asked)})
         channel.send(reply)
-
-
-if __name__ == "__main__":
-    main()
