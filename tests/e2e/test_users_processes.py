@@ -1,18 +1,21 @@
 """User code that owns processes and threads: it passes the trial, the run trains on what it computes and ends by itself
 or by Ctrl-C with the right status, and nothing is left."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 import uuid
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from distflow.observe.run_reader import read_metrics
 from tests.e2e.runs import Playground
+from tests.ledger_audit import verify
 from tests.patience import is_running, wait_until
 
 pytestmark = pytest.mark.slow
@@ -111,7 +114,21 @@ async def blocking(chat, row):
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return score(solution_str)
 
+def strike():
+    """Kill the process that forks those of episodes, which is the grandparent of this one."""
+    wanted = os.environ.get("STRIKE")
+    try:
+        wanted and os.close(os.open(os.path.dirname(__file__) + "/struck", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        wanted = wanted if wanted == "always" else None
+    if wanted:
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        with open(f"/proc/{os.getppid()}/stat") as file:
+            os.kill(int(file.read().rpartition(")")[2].split()[1]), 9)
+        forever()
+
 def agent(prompt, base_url, api_key):
+    strike()
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": prompt}], "max_tokens": 4}).encode()
     head = {"Authorization": "Bearer " + api_key, "Content-Type": "application/json"}
     reply = urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body, head))
@@ -122,6 +139,7 @@ class Game:
         return "a", {}
 
     def step(self, action):
+        strike()
         return "b", score(str(action)), True, False, {}
 '''
 ROLLOUT = "actor_rollout_ref.rollout.workflow"
@@ -206,7 +224,9 @@ async def atrace_session_phase(name): yield
 class UsersRun:
     """One `distflow train` in a process group of its own."""
 
-    def __init__(self, folder: Path, kind: str, place: str, steps: int) -> None:
+    def __init__(
+        self, folder: Path, kind: str, place: str, steps: int, strike: str = "", more: tuple[str, ...] = ()
+    ) -> None:
         self.folder, self._mark = folder, uuid.uuid4().hex
         ground = Playground(folder, num_rows=8)
         (folder / "own.py").write_text(OWN)
@@ -219,7 +239,7 @@ class UsersRun:
             "environment": (f"{ROLLOUT}=environment", f"{ROLLOUT}_kwargs={{env: {own}:Game}}"),
             "reward": (f"custom_reward_function.path={own}",),
         }[place]
-        more = (f"trainer.total_training_steps={steps}", "data.train_batch_size=2", "trainer.total_epochs=10000")
+        more += (f"trainer.total_training_steps={steps}", "data.train_batch_size=2", "trainer.total_epochs=10000")
         given = ground.overrides("run", *more, *keys, "actor_rollout_ref.actor.ppo_mini_batch_size=2")
         given = [key for key in given if not key.startswith("trust.check_rewards")]
         if place != "reward":
@@ -231,7 +251,7 @@ class UsersRun:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "KIND": kind, "MARK": self._mark},
+                env={**os.environ, "KIND": kind, "MARK": self._mark, "STRIKE": strike},
                 start_new_session=True,
             )
 
@@ -344,6 +364,43 @@ def test_a_second_ctrl_c_leaves_nothing(tmp_path: Path, kind: str) -> None:
             os.kill(run.process.pid, signal.SIGINT)
             time.sleep(0.01)
         assert run.status() == 130
+        wait_until(lambda: not run.left(), "nothing of it is left", within_s=20.0)
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.alone)])
+@pytest.mark.parametrize("kind", ["hung", "process", "executor-spawn"])
+def test_workers_in_other_processes_leave_nothing(tmp_path: Path, launcher: str, kind: str) -> None:
+    more = (f"trainer.launcher={launcher}", "trainer.n_gpus_per_node=2")
+    run = UsersRun(tmp_path, kind, "workflow", steps=2, more=more)
+    try:
+        assert run.status() == 0, run.said()[-3000:]
+        run.check(2)
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize("place", ["agent", "environment"])
+def test_episodes_of_a_killed_server_are_issued_again(tmp_path: Path, place: str) -> None:
+    run = UsersRun(tmp_path, "popen", place, steps=3, strike="once")
+    try:
+        assert run.status() == 0, run.said()[-3000:]
+        assert (tmp_path / "struck").exists() and "was ended by SIGKILL" in run.said()
+        run.check(3)
+        verify(tmp_path / "run" / "ledger.jsonl")
+        issued = [r for r in map(json.loads, (tmp_path / "run" / "ledger.jsonl").open()) if r["kind"] == "issued"]
+        again = [number for number, times in Counter(r["group_id"] for r in issued).items() if times > 1]
+        assert again and len({r["group_id"] for r in issued}) == 6, "each group once, and the lost ones again"
+    finally:
+        run.close()
+
+
+def test_a_server_that_is_killed_again_and_again_ends_the_run_with_advice(tmp_path: Path) -> None:
+    run = UsersRun(tmp_path, "popen", "agent", steps=3, strike="always")
+    try:
+        assert run.status() == 2, run.said()[-3000:]
+        assert "dmesg" in run.said().rpartition("distflow: ")[2]
         wait_until(lambda: not run.left(), "nothing of it is left", within_s=20.0)
     finally:
         run.close()

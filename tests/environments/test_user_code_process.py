@@ -152,13 +152,8 @@ def server(tmp_path: Path) -> Iterator[ProcessServer]:
     server.close()
 
 
-def killed(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not is_running(pid), "it is killed")
-
-
-@pytest.mark.parametrize("victim", ["server", "keeper"])
-def test_a_killed_server_is_started_anew_and_nothing_of_it_lives_on(server: ProcessServer, victim: str) -> None:
+@pytest.mark.parametrize("victims", ["server", "keeper", "server and keeper"])
+def test_a_killed_server_is_started_anew_and_nothing_of_it_lives_on(server: ProcessServer, victims: str) -> None:
     async def run() -> list[int]:
         process, idle = await server.fork(1), await server.fork(2)
         left = await process.call("leave", None)
@@ -168,11 +163,13 @@ def test_a_killed_server_is_started_anew_and_nothing_of_it_lives_on(server: Proc
         assert all(map(is_running, pids))
         keeper = parent_of(server.pid)
         assert keeper is not None
-        await asyncio.to_thread(killed, server.pid if victim == "server" else keeper)
+        struck = {"keeper": keeper, "server": server.pid}
+        for name in victims.split(" and "):
+            os.kill(struck[name], signal.SIGKILL)
         with pytest.raises(ServerLost, match=r"SIGKILL.*dmesg"):
             await waiting
         with pytest.raises(ServerLost):
-            await idle.call("ancestors", None)
+            await idle.call("wait", None)
         again = await server.fork(3)
         own, _ = await again.call("ancestors", None)
         assert is_running(own) and server.num_deaths == 1

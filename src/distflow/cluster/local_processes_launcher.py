@@ -24,6 +24,7 @@ from distflow.errors import TrustError, UserError, count_of
 from distflow.launch.device_and_threads import places_of
 from distflow.launch.run_start_and_end import Start, done_before, note_failure, outcome_of, resume_hint, starting
 from distflow.observe.writing.run_folder import RunFolderError, wait_for_joined
+from distflow.processes.descendants import descendants, kill_those, still_running
 from distflow.runtime.early_stop_and_signals import StopRequest, die_with, leave_at_once
 from distflow.runtime.rollout_loop.engine_watch import STACKS
 from distflow.runtime.run_recorder import reported
@@ -33,6 +34,7 @@ from distflow.runtime.worker_place_and_dp_groups import Place
 _NUM_CALLS = 16
 """Maximum number of calls from one process that are served at the same time."""
 _LOOKS_EVERY_S = 0.5
+_CLEANS_UP_WITHIN_S, _LOOKS_AGAIN_S = 2.0, 0.05
 
 
 class LocalWorker(WorkerActor):
@@ -75,8 +77,14 @@ class WorkerProcess:
         return f"by {Signals(-status).name}" if status < 0 else f"with status {status}"
 
     def kill(self) -> None:
+        """Kill it and what it started, such as the user's code; what ends by itself has a moment to clean up."""
+        below = descendants(self.pid)
         self._process.kill()
         self._process.wait()
+        due = time.monotonic() + _CLEANS_UP_WITHIN_S
+        while still_running(below) and time.monotonic() < due:
+            time.sleep(_LOOKS_AGAIN_S)
+        kill_those(below)
 
 
 class LocalRun(AbstractContextManager["LocalRun"]):

@@ -153,6 +153,8 @@ def _private_ray(folder: Path) -> Iterator[None]:
         return
     # Despite its name: when off, Ray keeps the address that it gets, including loopback.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    # What a user's code started in a worker ends with the worker.
+    os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "1")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     token = folder / _TOKEN
     with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:

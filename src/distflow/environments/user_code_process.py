@@ -4,8 +4,8 @@ A server process imports the user's modules once and forks a process for each ep
 Whatever such a process does (hang, die, fill its memory, start others, signal its parent) ends with the episode. The
 processes, each the parent of the next, and what happens if one is killed:
 
-- the keeper (`processes/keeper.py`) and the server: the other one ends all the rest, and `ProcessServer` starts both
-  anew. Episodes that were under way raise `ServerLost`, and their groups are issued again;
+- the keeper (`processes/keeper.py`), the server, or both: what is left of the three kinds ends all the rest, and
+  `ProcessServer` starts both anew. Episodes that were under way raise `ServerLost`; their groups are issued again;
 - an episode's minder, which waits for the episode's process and kills what that leaves: the episode fails;
 - the episode's own process, which runs the user's code: likewise.
 
@@ -41,9 +41,10 @@ MAX_MESSAGE_BYTES = 4 * 2**20
 MEMORY_BYTES = 4 * 2**30
 START_TIMEOUT_S = 60.0
 _SHOWN = 1000
-_MOST_DEATHS = 5
+_MOST_DEATHS = 4
 """Of a server, without an answer from an episode's process in between."""
 _ENDS_WITHIN_S = 10.0
+_REAPS_EVERY_MS = 1000
 
 
 class MadeByOptions:
@@ -268,7 +269,7 @@ def main() -> None:
         end_children()
 
 
-def _serve(control: socket.socket, keeper: int, mind: Callable[[socket.socket, bytes], NoReturn]) -> None:
+def _serve(control: socket.socket, keeper: int, mind: Callable[[int, socket.socket, bytes], NoReturn]) -> None:
     """Fork minders, and end those whose other end is closed or which have ended. Returns when the keeper has ended."""
     running: dict[int, tuple[socket.socket, int]] = {}  # by pid: its end of the socket, and a pidfd
     own = children()  # processes started by the user's modules, which all episodes use
@@ -289,15 +290,15 @@ def _serve(control: socket.socket, keeper: int, mind: Callable[[socket.socket, b
             return
         if descriptors:
             channel = socket.socket(fileno=descriptors[0])
-            server = os.getpid()
+            server = os.pidfd_open(os.getpid())
             if (pid := os.fork()) == 0:
-                die_with_parent(server)
                 for other, handle in running.values():  # else nobody would see that they are closed
                     other.close()
                     os.close(handle)
                 control.close()
                 os.close(keeper)
-                mind(channel, seed)
+                mind(server, channel, seed)
+            os.close(server)
             running[pid] = channel, os.pidfd_open(pid)
 
 
@@ -319,20 +320,39 @@ def _report(channel: socket.socket, status: int) -> None:
         channel.send(b"\n" + json.dumps({"died": f"its process {_ending(status)}"}).encode() + b"\n")
 
 
-def _mind(hosted: object, mask: set[signal.Signals], channel: socket.socket, seed: bytes) -> NoReturn:
-    """The minder of an episode: fork its process, wait for that, and end what it leaves. mask: of its signals."""
+def _mind(hosted: object, mask: set[signal.Signals], server: int, channel: socket.socket, seed: bytes) -> NoReturn:
+    """The minder of an episode: fork its process, wait for that, and end what it leaves; at the latest when the server
+    has ended. mask: of the process's signals. server: a descriptor of the server."""
     adopt_orphans()
     minder = os.getpid()
     if (process := os.fork()) == 0:
         die_with_parent(minder)
+        os.close(server)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _run(channel, hosted, seed)
-    ended = 0
-    while ended != process:
-        ended, status = os.waitpid(-1, 0)
+    poll = select.poll()
+    for watched in (server, os.pidfd_open(process)):
+        poll.register(watched, select.POLLIN)
+    status = None
+    while status is None and server not in {descriptor for descriptor, _ in poll.poll(_REAPS_EVERY_MS)}:
+        status = _reap(process)
     end_children()
-    _report(channel, os.waitstatus_to_exitcode(status))
+    if status is not None:
+        _report(channel, os.waitstatus_to_exitcode(status))
     os._exit(0)
+
+
+def _reap(process: int) -> int | None:
+    """Reap children that have ended; returns the wait status of the process, if it is one of them."""
+    found = None
+    pid = -1
+    while pid:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        found = status if pid == process else found
+    return found
 
 
 def _run(channel: socket.socket, hosted: object, seed: bytes) -> NoReturn:

@@ -28,8 +28,12 @@ def descendants(root: int, skipped: Collection[int] = ()) -> set[Process]:
     return found
 
 
+def still_running(processes: set[Process]) -> set[Process]:
+    return processes & set(_processes())
+
+
 def kill_those(processes: set[Process]) -> None:
-    for pid, _ in processes & set(_processes()):
+    for pid, _ in still_running(processes):
         if pid != os.getpid():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -79,6 +79,11 @@ def main(owner_pid: int, command: list[str]) -> NoReturn:
     child = _start(command)
     _close_all_but(owner, wakes, wake)
     status = _wait(child, owner, wakes)
+    for pid in _lowest_first():  # one that is killed before what it watches would leave that to nobody, if we die now
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if status is None:
+        status = os.waitpid(child, 0)[1]
     end_children()
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
@@ -100,6 +105,18 @@ def _watched(owner: int) -> int:
     return handle
 
 
+def _lowest_first() -> list[int]:
+    """All descendants of this process, each before its parent."""
+    below: dict[int | None, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            below.setdefault(parent_of(int(name)), []).append(int(name))
+    found = [os.getpid()]
+    for pid in found:
+        found += below.get(pid, [])
+    return found[:0:-1]
+
+
 def _close_all_but(*kept: int) -> None:
     """Close what only the command is to have, so that its end is seen by whoever has the other ends."""
     for name in os.listdir("/proc/self/fd"):
@@ -117,8 +134,8 @@ def _start(command: list[str]) -> int:
     return pid
 
 
-def _wait(child: int, owner: int, wakes: int) -> int:
-    """The child's wait status, as soon as it or the owner has ended, or somebody asked for its end."""
+def _wait(child: int, owner: int, wakes: int) -> int | None:
+    """The child's wait status, once it has ended; None if the owner has ended, or somebody asked for the child's end."""
     asked = False
 
     def ask(*_: object) -> None:
@@ -134,8 +151,7 @@ def _wait(child: int, owner: int, wakes: int) -> int:
         with suppress(BlockingIOError):
             os.read(wakes, 2**12)
         if asked or owner in ready:
-            os.kill(child, signal.SIGKILL)
-            return os.waitpid(child, 0)[1]
+            return None
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
