@@ -35,4 +35,4 @@ class _Finder:
         return None if file is None or not file.is_file() else spec_from_file_location(name, file)
 
 
-sys.meta_path.append(_Finder)  # type: ignore[arg-type]  # a class with static methods, as Python's own
+sys.meta_path.append(_Finder)

@@ -320,7 +320,9 @@ def _report(channel: socket.socket, status: int) -> None:
         channel.send(b"\n" + json.dumps({"died": f"its process {_ending(status)}"}).encode() + b"\n")
 
 
-def _mind(hosted: object, mask: set[signal.Signals], server: int, channel: socket.socket, seed: bytes) -> NoReturn:
+def _mind(
+    hosted: object, mask: set[int | signal.Signals], server: int, channel: socket.socket, seed: bytes
+) -> NoReturn:
     """The minder of an episode: fork its process, wait for that, and end what it leaves; at the latest when the server
     has ended. mask: of the process's signals. server: a descriptor of the server."""
     adopt_orphans()

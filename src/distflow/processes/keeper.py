@@ -135,7 +135,7 @@ def _start(command: list[str]) -> int:
 
 
 def _wait(child: int, owner: int, wakes: int) -> int | None:
-    """The child's wait status, once it has ended; None if the owner has ended, or somebody asked for the child's end."""
+    """The child's wait status, once it has ended; None if the owner has ended, or SIGTERM came."""
     asked = False
 
     def ask(*_: object) -> None:

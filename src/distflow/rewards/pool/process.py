@@ -205,8 +205,9 @@ class RewardProcess:
         status = self._child.wait(5)
         if status == EXIT_OUT_OF_MEMORY:
             return "the reward worker ran out of memory"
-        is_killed = status is not None and status < 0
-        how = f"was killed by {signal.Signals(-status).name}" if is_killed else f"exited with {status}"
+        how = f"exited with {status}"
+        if status is not None and status < 0:
+            how = f"was killed by {signal.Signals(-status).name}"
         self._stderr.seek(max(self._stderr.seek(0, os.SEEK_END) - _SHOWN_STDERR_BYTES, 0))
         text = self._stderr.read().decode(errors="replace").strip()
         return f"the reward worker {how}" + (f" ({text})" if text else "")
