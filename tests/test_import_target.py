@@ -1,11 +1,14 @@
 """Functions by name: the forms of a name, and what is said where it leads to nothing."""
 
+import multiprocessing
+import pickle
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from distflow.errors import hint, nearest
-from distflow.import_target import LoadError, SourceFile, load, load_function, load_module
+from distflow.import_target import LoadError, SourceFile, is_ours, load, load_function, load_module, shown_name
 
 SOURCE = """
 from dataclasses import dataclass
@@ -41,6 +44,24 @@ def test_two_files_of_one_name_are_two_modules(file: Path, tmp_path: Path) -> No
     (tmp_path / "other" / "my_file.py").write_text("def first(): return 'other'\n")
     assert load_function(f"{file}:first")() == "first"
     assert load_function(f"{tmp_path / 'other' / 'my_file.py'}:first")() == "other"
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("name", ["my_file.py", "mine v1.2 größe%.py"])
+def test_what_a_file_defines_can_be_sent_to_processes(tmp_path: Path, start: str, name: str) -> None:
+    (tmp_path / name).write_text(SOURCE)
+    judge = load(f"{tmp_path / name}:Judge")
+    assert isinstance(judge, type)
+    context = multiprocessing.get_context(start)
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        assert pool.submit(judge(3.0).judge).result() == 3.0
+        assert pool.submit(load_function(f"{tmp_path / name}:first")).result() == "first"
+    assert pickle.loads(pickle.dumps(judge)) is judge
+
+
+def test_a_function_of_a_users_file_is_not_ours(file: Path) -> None:
+    first = load_function(f"{file}:first")
+    assert not is_ours(first) and shown_name(first) == "my_file.py:first"
 
 
 def test_a_file_that_raised_is_loaded_anew(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ LAYERS = (
     {"graph", "config", "observe"},
     {"import_target"},
     {"untrusted_files"},
+    {"processes", "user_files"},
     {"builtin_names", "device_transfer", "hub_id_or_local_path", "http_guard", "limited_fork", "user_values"},
     {"errors"},
 )

@@ -14,9 +14,14 @@ def main() -> int:
     if sys.getfilesystemencoding() != "utf-8":  # as LC_ALL=C with PYTHONUTF8=0 has it: names and texts are UTF-8
         command = [sys.executable, *sys.orig_argv[1:]]
         os.execve(sys.executable, command, {**os.environ, "PYTHONUTF8": "1"})
+    from distflow.processes.ending import end_users_processes_at_exit, exit_soon
+
+    end_users_processes_at_exit()
     from distflow.cli import main as run_command
 
-    return run_command()
+    status = run_command()
+    exit_soon(status)
+    return status
 
 
 def _leave(number: int, frame: object) -> None:

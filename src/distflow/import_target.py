@@ -13,7 +13,7 @@ import pickle
 import pkgutil
 import sys
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -22,10 +22,9 @@ from typing import Any, TypeGuard
 
 from distflow.errors import UserError, hint, nearest, users_place
 from distflow.untrusted_files import MAX_SOURCE_BYTES, read_file
+from distflow.user_files import file_of, module_of
 
 PICKLED = ".pkl"
-_FILE_MODULE = "distflow_file_"
-"""Prefix of the module name of a loaded file, followed by its path."""
 
 
 class LoadError(UserError):
@@ -133,19 +132,7 @@ def load_modules(names: Iterable[str]) -> None:
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise LoadError(f"there is no file '{path}'")
-    file = str(path.resolve())
-    name = f"{_FILE_MODULE}{file}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses etc. look up their module
-    with ExitStack() as undo:
-        undo.callback(sys.modules.pop, name)
-        spec.loader.exec_module(module)
-        undo.pop_all()
-    return module
+    return importlib.import_module(module_of(path.resolve()))
 
 
 def _not_found(name: str, missing: str) -> str:
@@ -177,8 +164,8 @@ def shown_name(fn: Callable[..., object]) -> str:
     module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
     if not (module and name):
         return repr(fn)
-    is_file = module.startswith(_FILE_MODULE)
-    return f"{Path(module.removeprefix(_FILE_MODULE)).name}:{name}" if is_file else f"{module}.{name}"
+    file = file_of(module)
+    return f"{module}.{name}" if file is None else f"{file.name}:{name}"
 
 
 def innermost(fn: Callable[..., object]) -> Callable[..., object]:
@@ -190,7 +177,8 @@ def innermost(fn: Callable[..., object]) -> Callable[..., object]:
 
 def is_ours(fn: Callable[..., object]) -> bool:
     """Whether the function, without any `functools.partial`, is defined in distflow."""
-    return str(getattr(innermost(fn), "__module__", "")).startswith("distflow.")
+    module = str(getattr(innermost(fn), "__module__", ""))
+    return module.startswith("distflow.") and file_of(module) is None
 
 
 def is_async(fn: Callable[..., object]) -> TypeGuard[Callable[..., Awaitable[object]]]:

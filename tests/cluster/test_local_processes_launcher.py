@@ -46,7 +46,7 @@ def run(ground: Playground, *keys: str, name: str, callbacks: Callbacks = Callba
 
 
 def workers(root: int) -> list[int]:
-    return leftovers.named("-m distflow.cluster.local_processes_launcher", root)
+    return leftovers.named("from distflow.cluster.local_processes_launcher import main", root)
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,25 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from distflow.environments.user_code_process import ProcessServer, UserProcess
+import pytest
+
+from distflow.environments.user_code_process import (
+    ProcessEnded,
+    ProcessServer,
+    ServerGivenUp,
+    ServerLost,
+    UserProcess,
+)
+from distflow.processes.keeper import parent_of
 from distflow.runtime.rollout_loop.user_calls import deadline_paused, run_async
 from tests.patience import is_running, wait_until
 
@@ -100,3 +111,142 @@ def test_long_options_stay_private_and_what_a_module_starts_lasts_for_all_episod
         assert is_running(int(str(pid)))
     server.close()
     wait_until(lambda: not is_running(int(str(pid))), "it ends with the server")
+
+
+STRIKING = """
+import os, signal, subprocess, time
+
+class Striking:
+    def ancestors(self):
+        return [os.getpid(), os.getppid()]
+
+    def leave(self):
+        # a grandchild in a session of its own, without our environment and without its parent
+        command = "setsid sleep 600 >/dev/null 2>&1 & echo $!"
+        said = subprocess.run(["env", "-i", "/bin/sh", "-c", command], capture_output=True, text=True).stdout
+        return int(said)
+
+    def wait(self):
+        time.sleep(600)
+
+    def signal(self, pid, number):
+        os.kill(pid, number)
+        time.sleep(0.2)
+        return "alive"
+
+    def fork_and_end_parent(self):
+        parent = os.getppid()
+        if (child := os.fork()) == 0:
+            os.setsid()
+            os.kill(parent, signal.SIGKILL)
+            time.sleep(600)
+        time.sleep(600)
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ProcessServer]:
+    (tmp_path / "striking.py").write_text(STRIKING)
+    server = ProcessServer(f"{tmp_path}/striking.py:Striking", {})
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("victims", ["server", "keeper", "server and keeper"])
+def test_a_killed_server_is_started_anew_and_nothing_of_it_lives_on(server: ProcessServer, victims: str) -> None:
+    async def run() -> list[int]:
+        process, idle = await server.fork(1), await server.fork(2)
+        left = await process.call("leave", None)
+        pids = [left, *await process.call("ancestors", None), *await idle.call("ancestors", None)]
+        waiting = asyncio.ensure_future(process.call("wait", None))
+        await asyncio.sleep(0.1)
+        assert all(map(is_running, pids))
+        keeper = parent_of(server.pid)
+        assert keeper is not None
+        struck = {"keeper": keeper, "server": server.pid}
+        for name in victims.split(" and "):
+            os.kill(struck[name], signal.SIGKILL)
+        with pytest.raises(ServerLost, match=r"SIGKILL.*dmesg"):
+            await waiting
+        with pytest.raises(ServerLost):
+            await idle.call("wait", None)
+        again = await server.fork(3)
+        own, _ = await again.call("ancestors", None)
+        assert is_running(own) and server.num_deaths == 1
+        again.close()
+        return pids
+
+    for pid in asyncio.run(run()):
+        wait_until(lambda pid=pid: not is_running(pid), "it ended with the server")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1])
+def test_who_signals_its_parent_or_its_group_harms_only_itself(server: ProcessServer, number: int) -> None:
+    async def run() -> None:
+        other = await server.fork("other")
+        for pid in (None, 0):
+            process = await server.fork("striking")
+            own, parent = await process.call("ancestors", None)
+            left = await process.call("leave", None)
+            try:
+                said = await process.call("signal", 20, pid=parent if pid is None else pid, number=number)
+                assert said == "alive" and number != signal.SIGKILL
+            except ProcessEnded as ended:
+                assert pid == 0 or number == signal.SIGKILL, ended
+            process.close()
+            for each in (own, parent, left):
+                await asyncio.to_thread(wait_until, lambda each=each: not is_running(each), "it is ended")
+        assert await other.call("ancestors", 20) and server.num_deaths == 0
+        other.close()
+
+    asyncio.run(run())
+
+
+def test_what_leaves_its_session_and_kills_its_parent_is_ended_as_well(server: ProcessServer) -> None:
+    async def run() -> None:
+        process = await server.fork(1)
+        own = (await process.call("ancestors", None))[0]
+        with pytest.raises(ProcessEnded, match="SIGKILL"):
+            await process.call("fork_and_end_parent", 20)
+        await asyncio.to_thread(wait_until, lambda: not is_running(own), "it is ended")
+        assert server.num_deaths == 0
+
+    asyncio.run(run())
+    below = Path(f"/proc/{server.pid}/task/{server.pid}/children")
+    wait_until(lambda: not below.read_text(), "nothing is left below the server")
+
+
+def test_a_server_that_is_stopped_or_signalled_goes_on(server: ProcessServer) -> None:
+    async def run() -> None:
+        for number in (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTERM, signal.SIGINT):
+            process = await server.fork(number)
+            assert await process.call("signal", 20, pid=server.pid, number=number) == "alive"
+            assert await process.call("ancestors", 20)
+            process.close()
+        process = await server.fork("after")
+        assert await process.call("ancestors", 20) and server.num_deaths == 0
+
+    asyncio.run(run())
+
+
+def test_deaths_in_a_row_end_with_advice(server: ProcessServer) -> None:
+    async def run() -> None:
+        while server.num_deaths < 20:
+            process = await server.fork(1)
+            with pytest.raises(ServerLost):
+                await process.call("signal", None, pid=server.pid, number=signal.SIGKILL)
+
+    with pytest.raises(ServerGivenUp, match=r"SIGKILL.*dmesg.*async\.max_concurrent_rollouts") as given_up:
+        asyncio.run(run())
+    assert re.search(r"time \d+ in a row", str(given_up.value)) and server.num_deaths < 20
+
+
+def test_a_server_that_dies_now_and_then_is_not_given_up(server: ProcessServer) -> None:
+    async def run() -> None:
+        for _ in range(7):
+            process = await server.fork(1)
+            assert await process.call("ancestors", None)
+            with pytest.raises(ServerLost):
+                await process.call("signal", None, pid=server.pid, number=signal.SIGKILL)
+
+    asyncio.run(run())

@@ -12,6 +12,8 @@ from distflow.launch.make_spec import make_spec
 from distflow.pipelines.nodes.workflow_dry_run import REPLY
 from tests.e2e.runs import Playground
 
+pytestmark = pytest.mark.slow  # each trial is a process that imports PyTorch
+
 OWN = """
 import json, os, pathlib, subprocess, time
 

@@ -1,11 +1,13 @@
 """Signals: the first is told from another thread, whatever lock the main thread holds."""
 
 import errno
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -173,3 +175,15 @@ def test_a_condition_on_a_metric_that_is_missing_is_told_as_soon_as_it_could_be_
     assert steps == [int(number >= step) for number in range(1, 5)]
     near = {"rewrd/mean_score": "reward/mean_score", "val_correct/al/mean": "val_correct/all/mean"}.get(metric, "")
     assert all("no metric of that name so far" in each and near in each for each in told)
+
+
+def test_a_process_that_is_forked_inside_delays_no_end_and_has_no_handler_of_ours() -> None:
+    with StopRequest(lambda name: None) as stop:
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        process.start()
+        os.kill(process.pid or 0, signal.SIGINT)  # Ctrl-C, which is for the run
+    time.sleep(0.2)
+    assert process.is_alive() and not stop.wanted
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == -signal.SIGTERM

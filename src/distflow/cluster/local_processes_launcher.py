@@ -24,6 +24,8 @@ from distflow.errors import TrustError, UserError, count_of
 from distflow.launch.device_and_threads import places_of
 from distflow.launch.run_start_and_end import Start, done_before, note_failure, outcome_of, resume_hint, starting
 from distflow.observe.writing.run_folder import RunFolderError, wait_for_joined
+from distflow.processes.child import python_command, python_path
+from distflow.processes.descendants import descendants, kill_those, still_running
 from distflow.runtime.early_stop_and_signals import StopRequest, die_with, leave_at_once
 from distflow.runtime.rollout_loop.engine_watch import STACKS
 from distflow.runtime.run_recorder import reported
@@ -33,6 +35,7 @@ from distflow.runtime.worker_place_and_dp_groups import Place
 _NUM_CALLS = 16
 """Maximum number of calls from one process that are served at the same time."""
 _LOOKS_EVERY_S = 0.5
+_CLEANS_UP_WITHIN_S, _LOOKS_AGAIN_S = 2.0, 0.05
 
 
 class LocalWorker(WorkerActor):
@@ -52,13 +55,13 @@ class WorkerProcess:
 
     def __init__(self, place: Place, device: str, coordinator: object) -> None:
         ours, theirs = Pipe()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        environment = {**os.environ, "PYTHONPATH": python_path()}
         if device.startswith("cuda"):
             seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(place.rank + 1)))
             environment["CUDA_VISIBLE_DEVICES"] = seen.split(",")[place.rank]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(os.getpid())],
+                python_command(__name__, theirs.fileno(), os.getpid()),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env=environment,
@@ -75,8 +78,14 @@ class WorkerProcess:
         return f"by {Signals(-status).name}" if status < 0 else f"with status {status}"
 
     def kill(self) -> None:
+        """Kill it and what it started, such as the user's code; what ends by itself has a moment to clean up."""
+        below = descendants(self.pid)
         self._process.kill()
         self._process.wait()
+        due = time.monotonic() + _CLEANS_UP_WITHIN_S
+        while still_running(below) and time.monotonic() < due:
+            time.sleep(_LOOKS_AGAIN_S)
+        kill_those(below)
 
 
 class LocalRun(AbstractContextManager["LocalRun"]):
@@ -171,13 +180,10 @@ def launch_processes(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Ou
         return outcome_of(spec, steps, run.stop.signal, run.stop.wanted and not run.coordinator.progress().finished)
 
 
-def main(descriptor: int, parent: int) -> None:
+def main() -> None:
     """The process of a rank: serves the calls that arrive over its socket."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     die_with(parent)
     coordinator = Peer(Connection(descriptor), _NUM_CALLS)
     coordinator.serve(LocalWorker(coordinator))
     leave_at_once(1)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

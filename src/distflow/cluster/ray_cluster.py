@@ -16,12 +16,12 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as Bundle
 
-from distflow.cluster.reaper import descendants, kill_those
 from distflow.cluster.remote_calls import ENDS_WITHIN_S, state_of
 from distflow.errors import RayNotStarted, UserError, count_of
 from distflow.launch.device_and_threads import check_cores, usable_cores
 from distflow.observe.writing.timing import lasting
 from distflow.planning.plan_of_ranks_and_layouts import Plan, RankPlan
+from distflow.processes.descendants import descendants, kill_those
 from distflow.runtime.spec import Spec, WorkerNeeds
 
 PLACED_WITHIN_S = 120.0

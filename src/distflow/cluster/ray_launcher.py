@@ -21,6 +21,8 @@ from distflow.launch.plan_concurrent_runs import Ended, PlannedRun, SeveralOptio
 from distflow.launch.run_start_and_end import Start, done_before, starting
 from distflow.observe.report.build import write_report
 from distflow.planning.plan_of_ranks_and_layouts import Plan
+from distflow.processes.child import python_command, python_path
+from distflow.processes.descendants import ending_by_themselves
 from distflow.runtime.run_recorder import reported
 from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
 
@@ -151,6 +153,8 @@ def _private_ray(folder: Path) -> Iterator[None]:
         return
     # Despite its name: when off, Ray keeps the address that it gets, including loopback.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    # What a user's code started in a worker ends with the worker.
+    os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "1")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     token = folder / _TOKEN
     with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
@@ -159,14 +163,17 @@ def _private_ray(folder: Path) -> Iterator[None]:
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     _read_again()
     guard = subprocess.Popen(
-        [sys.executable, "-I", str(Path(__file__).with_name("reaper.py")), str(token), str(os.getpid())],
+        python_command("distflow.cluster.reaper", token, os.getpid()),
         stdin=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": python_path()},
         start_new_session=True,  # signals to the driver's process group do not reach it
     )
+    ending_by_themselves.add(guard.pid)
     try:
         yield
     finally:
         guard.communicate(b".")
+        ending_by_themselves.discard(guard.pid)
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -76,7 +76,9 @@ class AgentWorkflow(MadeByOptions):
             self._endpoint = Endpoint()
             weakref.finalize(self, self._endpoint.close)
         conversations = Conversations(chat, self._format, self._max_calls)
-        calls, process = _Calls(conversations), await self._server.fork(random.getrandbits(64))
+        calls, seed = _Calls(conversations), random.getrandbits(64)
+        with chat.clock_stopped():
+            process = await self._server.fork(seed)
         try:
             with self._endpoint.session(calls.submit) as session:
                 given = {**self._kwargs, **_arguments(row, session)}

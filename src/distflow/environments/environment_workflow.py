@@ -31,7 +31,8 @@ class EnvironmentWorkflow(MadeByOptions):
         """Play an episode. Raises CallFailed, an error of the episode, if the environment fails."""
         seed = seed_of(row)
         told = {**row.extra_info, "ground_truth": row.ground_truth}
-        process = await self._server.fork(seed)
+        with chat.clock_stopped():
+            process = await self._server.fork(seed)
         try:
             with chat.clock_stopped():
                 first = str(await process.call("reset", self._timeout_s, seed=seed, options=told))

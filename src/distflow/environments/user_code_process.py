@@ -1,15 +1,19 @@
 """User code of an episode (tools and environments) in a separate process.
 
 A server process imports the user's modules once and forks a process for each episode, which takes milliseconds.
-Whatever such a process does (hang, die, fill its memory, start others) ends with the episode: the server kills it and
-everything that it started once our end of its socket is closed, or the run has ended in any way.
+Whatever such a process does (hang, die, fill its memory, start others, signal its parent) ends with the episode. The
+processes, each the parent of the next, and what happens if one is killed:
 
-Messages are lines of JSON: `[method, arguments]`, answered by `{"value": ...}`, `{"error": ...}` or, by the server,
-`{"died": ...}`.
+- the keeper (`processes/keeper.py`), the server, or both: what is left of the three kinds ends all the rest, and
+  `ProcessServer` starts both anew. Episodes that were under way raise `ServerLost`; their groups are issued again;
+- an episode's minder, which waits for the episode's process and kills what that leaves: the episode fails;
+- the episode's own process, which runs the user's code: likewise.
+
+Messages are lines of JSON: `[method, arguments]`, answered by `{"value": ...}`, `{"error": ...}` or, by the minder or
+the server, `{"died": ...}`.
 """
 
 import asyncio
-import ctypes
 import hashlib
 import json
 import os
@@ -17,12 +21,11 @@ import resource
 import select
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping
+import threading
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NoReturn, cast
 
@@ -30,15 +33,18 @@ from distflow.data import global_random_states
 from distflow.data.sample import note_event
 from distflow.errors import UserError, users_place
 from distflow.import_target import load
+from distflow.processes.child import Child, python_command, python_path
+from distflow.processes.keeper import adopt_orphans, children, die_with_parent, end_children
 from distflow.user_values import plain_value
 
 MAX_MESSAGE_BYTES = 4 * 2**20
 MEMORY_BYTES = 4 * 2**30
 START_TIMEOUT_S = 60.0
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 _SHOWN = 1000
-_GONE = b'{"died": "the process that started it ended"}'
+_MOST_DEATHS = 4
+"""Of a server, without an answer from an episode's process in between."""
+_ENDS_WITHIN_S = 10.0
+_REAPS_EVERY_MS = 1000
 
 
 class MadeByOptions:
@@ -63,65 +69,129 @@ class ProcessEnded(CallFailed):
     """The process died, or was killed because it did not answer in time; it cannot be called any more."""
 
 
+class ServerLost(RuntimeError):
+    """The server, or its keeper, was killed while the episode ran: no fault of the episode."""
+
+
+class ServerGivenUp(UserError):
+    """The server is killed again and again, so the run ends."""
+
+
 class ProcessServer:
-    """Forks processes that each have the object `target(**options)`, which is created once, in the server."""
+    """Forks processes that each have the object `target(**options)`, which is created once, in the server. A server
+    that was killed is started anew.
+
+    pid: of the server. num_deaths: of servers that were killed.
+    """
 
     def __init__(self, target: str, options: Mapping[str, Any]) -> None:
         """options: plain values. Raises UserError if the object cannot be created."""
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        with theirs, TemporaryFile() as given:  # unlike an argument, it may be long, and no other user can read it
-            given.write(json.dumps([target, dict(options)]).encode())
-            given.seek(0)
-            self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(os.getpid())],
-                stdin=given,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C reaches only the run
-            )
-        self.pid = self._popen.pid
-        self._control.settimeout(START_TIMEOUT_S)
-        try:
-            answer = json.loads(self._control.recv(2**16) or _GONE)
-        except TimeoutError:
-            answer = {"error": f"its modules were not imported within {START_TIMEOUT_S:g} s"}
-        if "value" not in answer:
-            self.close()
-            raise UserError(answer.get("error") or "its modules ended the process that imported them")
+        self._given = json.dumps([target, dict(options)]).encode()
+        self._starting = threading.Lock()
+        self._is_closed = False
+        self._deaths_in_a_row = 0
+        self.num_deaths = 0
+        self._start()
 
     async def fork(self, *identity: object) -> "UserProcess":
-        """identity: seeds the process's random generators. Raises RuntimeError if the server is gone."""
+        """identity: seeds the process's random generators. Raises ServerLost, ServerGivenUp, UserError."""
         seed = hashlib.blake2b(repr(identity).encode("utf-8", "surrogatepass")).digest()
         ours, theirs = socket.socketpair()
         with theirs:
             try:
+                if self._child.status() is not None:
+                    await asyncio.to_thread(self._replace, self._child)
                 socket.send_fds(self._control, [seed], [theirs.fileno()])
-            except OSError as error:
+            except OSError:  # it has just ended
                 ours.close()
-                raise RuntimeError(f"the server of processes for tools and environments is gone ({error})") from None
-        return UserProcess(*await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE_BYTES))
+                raise await self.lost() from None
+            except BaseException:
+                ours.close()
+                raise
+        return UserProcess(*await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE_BYTES), self)
+
+    def answered(self) -> None:
+        """Note that an episode's process works."""
+        self._deaths_in_a_row = 0
+
+    async def lost(self) -> ServerLost:
+        """The error of an episode whose process ended with the server."""
+        await asyncio.to_thread(self._child.wait, _ENDS_WITHIN_S)
+        return ServerLost(self._how_lost())
 
     def close(self) -> None:
         """End all of its processes. Idempotent."""
+        self._is_closed = True
         self._control.close()
+        self._child.end()
+
+    def _start(self) -> None:
+        """Raises UserError if the object cannot be created."""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, TemporaryFile() as given:  # unlike an argument, it may be long, and no other user can read it
+            given.write(self._given)
+            given.seek(0)
+            self._child = Child(
+                python_command(__name__, theirs.fileno()),
+                env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
+                pass_fds=(theirs.fileno(),),
+                stdin=given,
+            )
+        self._control.settimeout(START_TIMEOUT_S)
         try:
-            self._popen.wait(5)
-        except subprocess.TimeoutExpired:  # the server is still importing user modules
-            self._popen.kill()
-            self._popen.wait()
+            answer = json.loads(self._control.recv(2**16) or b"{}")
+        except TimeoutError:
+            answer = {"error": f"its modules were not imported within {START_TIMEOUT_S:g} s"}
+        except ConnectionError:
+            answer = {}
+        if "value" not in answer:
+            self.close()
+            raise UserError(answer.get("error") or "its modules ended the process that imported them")
+        self.pid = int(answer["value"])
+
+    def _replace(self, ended: Child) -> None:
+        """Start another server, unless another thread has done so. Raises ServerLost, ServerGivenUp, UserError."""
+        with self._starting:
+            if self._is_closed:
+                raise ServerLost("the run was closing the processes of episodes")
+            if self._child is not ended:
+                return
+            self.num_deaths += 1
+            self._deaths_in_a_row += 1
+            if self._deaths_in_a_row > _MOST_DEATHS:
+                raise ServerGivenUp(f"{self._how_lost()}; that was time {self._deaths_in_a_row} in a row")
+            self._control.close()
+            self._start()
+
+    def _how_lost(self) -> str:
+        status = self._child.status()
+        return f"the process that starts those of agents, tools and environments {_ending(status)}. {_ADVICE}"
+
+
+_ADVICE = (
+    "If memory ran out (dmesg shows it), run fewer episodes at once (async.max_concurrent_rollouts, "
+    "data.train_batch_size) or let each use less; an agent, tool or environment must not signal processes that it did "
+    "not start"
+)
+
+
+def _ending(status: int | None) -> str:
+    """status: as in `subprocess`; None if it is unknown."""
+    if status is None:
+        return "is gone"
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 
 
 class UserProcess:
     """The process of one episode, which runs one call at a time."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: ProcessServer | None = None
+    ) -> None:
+        self._reader, self._writer, self._server = reader, writer, server
 
     async def call(self, method: str, timeout_s: float | None, **arguments: Any) -> Any:
-        """The result of the object's method. Raises CallFailed or ProcessEnded."""
+        """The result of the object's method. Raises CallFailed, ProcessEnded, ServerLost."""
         self.send(method, arguments)
         return await self.answer(method, arguments, timeout_s)
 
@@ -139,6 +209,11 @@ class UserProcess:
             answer = {"died": f"its answer cannot be read: {error}"}
         finally:
             reading.cancel()  # no effect if it is done
+        if not answer:
+            self.close()
+            raise ServerLost("the process that started it ended") if self._server is None else await self._server.lost()
+        if self._server is not None:
+            self._server.answered()
         if "died" in answer:
             self.close()
             raise ProcessEnded(str(answer["died"]))
@@ -155,97 +230,135 @@ class UserProcess:
             self._writer.transport.abort()
 
     async def _answer(self) -> dict[str, Any]:
-        """The next answer. Raises ValueError, OSError."""
+        """The next answer; empty if server and process are gone. Raises ValueError, OSError."""
         line = b"\n"
         while line == b"\n":
-            line = await self._reader.readline()
-        answer = json.loads(line or _GONE)
+            try:
+                line = await self._reader.readline()
+            except ConnectionError:
+                line = b""
+        if not line:
+            return {}
+        answer = json.loads(line)
         if not isinstance(answer, dict) or not {"value", "error", "died"} & {*answer}:
             raise ValueError("it is no answer")
         return answer
 
 
 def main() -> None:
-    """The server: make the object, then fork a process for each request, until the run ends."""
-    descriptor, parent_pid = int(sys.argv[1]), int(sys.argv[2])
-    _die_with(signal.SIGKILL)  # during imports; later `_serve` watches, since the starting thread may end earlier
+    """The server: make the object, then fork a process for each request, until its keeper ends it."""
+    keeper = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = socket.socket(fileno=descriptor)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
     target, options = json.load(sys.stdin)
     try:
         hosted = cast(Callable[..., Any], load(target))(**options)
     except UserError as error:
         control.send(json.dumps({"error": str(error)}).encode())
         return
-    parent = os.pidfd_open(parent_pid)
-    _die_with(0)
-    _adopt_orphans()
-    if os.getppid() == parent_pid:
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-        control.send(b'{"value": true}')
-        _serve(control, parent, hosted)
+    watched = os.pidfd_open(keeper)
+    die_with_parent(keeper, 0)  # from now on the server itself ends what it started
+    adopt_orphans()
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    control.send(json.dumps({"value": os.getpid()}).encode())
+    try:
+        _serve(control, watched, partial(_mind, hosted, mask))
+    finally:
+        end_children()
 
 
-def _serve(control: socket.socket, parent: int, hosted: object) -> None:
-    """Fork processes, and end those whose other end is closed or which have ended. Returns when the run has ended."""
+def _serve(control: socket.socket, keeper: int, mind: Callable[[int, socket.socket, bytes], NoReturn]) -> None:
+    """Fork minders, and end those whose other end is closed or which have ended. Returns when the keeper has ended."""
     running: dict[int, tuple[socket.socket, int]] = {}  # by pid: its end of the socket, and a pidfd
-    own = _children()  # processes started by the user's modules, which all episodes use
+    own = children()  # processes started by the user's modules, which all episodes use
     while True:
         poll = select.poll()
-        for watched in (control.fileno(), parent, *(handle for _, handle in running.values())):
+        for watched in (control.fileno(), keeper, *(handle for _, handle in running.values())):
             poll.register(watched, select.POLLIN)
         for channel, _ in running.values():
             poll.register(channel, 0)  # reports that our end is closed
         ready = {descriptor for descriptor, _ in poll.poll()}
+        if keeper in ready:
+            return
         for pid in [pid for pid, (channel, handle) in running.items() if {channel.fileno(), handle} & ready]:
             _end(pid, *running.pop(pid))
-            _end_orphans({*running, *own})
+            end_children({*running, *own})
         seed, descriptors, *_ = socket.recv_fds(control, 2**10, 1) if control.fileno() in ready else (b"", [])
-        if parent in ready or (control.fileno() in ready and not descriptors):
-            for pid, (channel, handle) in running.items():
-                _end(pid, channel, handle)
-            _end_orphans(())
+        if control.fileno() in ready and not descriptors:
             return
         if descriptors:
             channel = socket.socket(fileno=descriptors[0])
+            server = os.pidfd_open(os.getpid())
             if (pid := os.fork()) == 0:
                 for other, handle in running.values():  # else nobody would see that they are closed
                     other.close()
                     os.close(handle)
                 control.close()
-                _run(channel, hosted, seed)
+                os.close(keeper)
+                mind(server, channel, seed)
+            os.close(server)
             running[pid] = channel, os.pidfd_open(pid)
 
 
-def _end(pid: int, channel: socket.socket, handle: int) -> None:
-    """Kill the process and those that it started, and report why it ended to whoever still listens."""
-    for kill in (os.killpg, os.kill):  # it may not have its process group yet
-        with suppress(ProcessLookupError):
-            kill(pid, signal.SIGKILL)
+def _end(minder: int, channel: socket.socket, handle: int) -> None:
+    """Kill the minder, with which its episode's process ends, and report it if that is how it ended."""
+    with suppress(ProcessLookupError):
+        os.kill(minder, signal.SIGKILL)
     os.close(handle)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-    with channel, suppress(OSError):
+    status = os.waitstatus_to_exitcode(os.waitpid(minder, 0)[1])
+    with channel:
+        if status:  # else the minder has reported
+            _report(channel, status)
+
+
+def _report(channel: socket.socket, status: int) -> None:
+    """Tell whoever still listens how an episode's process ended."""
+    with suppress(OSError):
         channel.setblocking(False)
-        channel.send(b"\n" + json.dumps({"died": f"its process {how}"}).encode() + b"\n")
+        channel.send(b"\n" + json.dumps({"died": f"its process {_ending(status)}"}).encode() + b"\n")
 
 
-def _children() -> set[int]:
-    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+def _mind(
+    hosted: object, mask: set[int | signal.Signals], server: int, channel: socket.socket, seed: bytes
+) -> NoReturn:
+    """The minder of an episode: fork its process, wait for that, and end what it leaves; at the latest when the server
+    has ended. mask: of the process's signals. server: a descriptor of the server."""
+    adopt_orphans()
+    minder = os.getpid()
+    if (process := os.fork()) == 0:
+        die_with_parent(minder)
+        os.close(server)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _run(channel, hosted, seed)
+    poll = select.poll()
+    for watched in (server, os.pidfd_open(process)):
+        poll.register(watched, select.POLLIN)
+    status = None
+    while status is None and server not in {descriptor for descriptor, _ in poll.poll(_REAPS_EVERY_MS)}:
+        status = _reap(process)
+    end_children()
+    if status is not None:
+        _report(channel, os.waitstatus_to_exitcode(status))
+    os._exit(0)
 
 
-def _end_orphans(kept: Collection[int]) -> None:
-    """Kill processes that an episode started in other sessions: they became ours when the episode's process died."""
-    while left := _children().difference(kept):
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+def _reap(process: int) -> int | None:
+    """Reap children that have ended; returns the wait status of the process, if it is one of them."""
+    found = None
+    pid = -1
+    while pid:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        found = status if pid == process else found
+    return found
 
 
 def _run(channel: socket.socket, hosted: object, seed: bytes) -> NoReturn:
     """The process of an episode: answer calls until it is killed."""
-    _die_with(signal.SIGKILL)
-    _adopt_orphans()
     os.setsid()
     global_random_states.seed(seed)
     own = os.getpid()
@@ -277,16 +390,3 @@ def _as_plain(value: object) -> object:
     if (found := plain_value(value)) is value:
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
     return found
-
-
-def _die_with(number: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
-
-
-def _adopt_orphans() -> None:
-    """Make descendants of this process its children when their parents end."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-if __name__ == "__main__":
-    main()

@@ -17,9 +17,12 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Final
 
+from distflow.processes.descendants import end_descendants
+
 SHOW_CURSOR = b"\x1b[?25h\n"
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG: Final = 1
+_ENDED: Final = 0
 
 
 class Interrupted(KeyboardInterrupt):
@@ -128,8 +131,9 @@ class StopRequest(Stop):
 
     def __exit__(self, *exception: object) -> None:
         self._handlers.__exit__(None, None, None)
-        os.close(self._write)
+        os.write(self._write, bytes([_ENDED]))  # a process that the user's code forked may have the pipe open as well
         self._teller.join()
+        os.close(self._write)
         os.close(self._read)
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
@@ -144,7 +148,7 @@ class StopRequest(Stop):
             os.write(self._write, bytes([number]))
 
     def _tell(self) -> None:
-        for number in os.read(self._read, 1):
+        while number := os.read(self._read, 1)[0]:
             self._on_first(signal.Signals(number).name)
 
 
@@ -156,7 +160,8 @@ def die_with(parent: int) -> None:
 
 
 def leave_at_once(status: int) -> None:
-    """Exit without locks or waiting; reward processes die with this one."""
+    """Exit without locks or waiting; the processes that this one started die with it."""
+    end_descendants()
     with suppress(OSError):  # writing to a closed terminal fails, and must not keep the process alive
         if os.isatty(1):
             os.write(1, SHOW_CURSOR)  # the live view hid the cursor
@@ -179,11 +184,29 @@ def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     wanted = [number for number in SIGNALS if number != signal.SIGHUP or not ignored]
     previous = {number: signal.signal(number, handle) for number in wanted}
+    _handled_now.append(wanted)
     try:
         yield
     finally:
-        for number, before in previous.items():
-            signal.signal(number, before)
+        if _handled_now:  # not in a forked process
+            _handled_now.pop()
+            for number, before in previous.items():
+                signal.signal(number, before)
+
+
+_handled_now: list[list[signal.Signals]] = []
+"""The signals of each `_handled` that this process is in."""
+
+
+def _handle_no_more() -> None:
+    """In a process that the user's code forked: Ctrl-C, which reaches all processes of the terminal, is for the run,
+    which ends this one; other signals are for it."""
+    for number in {each for wanted in _handled_now for each in wanted}:
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+    _handled_now.clear()
+
+
+os.register_at_fork(after_in_child=_handle_no_more)
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -26,6 +26,7 @@ from distflow.runtime.run_errors_and_limits import NodeError, warn_of_errors
 from distflow.runtime.spec import ValidationSet
 from distflow.runtime.step_metrics import Outcomes, SampleRows, ValidationResults, sample_rows
 from distflow.scheduling.group_states import PromptGroup
+from distflow.scheduling.sample_queue import MAX_ATTEMPTS
 from distflow.training.engine import Scorer
 
 
@@ -75,15 +76,22 @@ class Validator:
 
     async def _respond(self, chosen: ValidationSet, prompt_group: PromptGroup, params: SamplingParams) -> Batch | Drop:
         params = replace(params, stop_token_ids=self.stop_token_ids)
-        group = Group(prompt_group, chosen.rows[prompt_group.row], params, self.seed)
         steps = [step for step in self.rollout_loop.steps if step.node.validates]
-        self.rollout_loop.group_recorder.begin(prompt_group)
+        make_context = partial(self.contexts.for_rollout, validating=True)
         try:
-            with validating():
-                drop = await self.rollout_loop.run(group, steps, partial(self.contexts.for_rollout, validating=True))
-        except NodeError as err:
-            self.say(f"validation prompt {prompt_group.row} of '{chosen.name}': {err}")
-            return Drop("error", str(err))
+            for attempt in range(1, MAX_ATTEMPTS + 1):
+                group = Group(prompt_group, chosen.rows[prompt_group.row], params, self.seed)
+                self.rollout_loop.group_recorder.begin(prompt_group)
+                try:
+                    with validating():
+                        drop = await self.rollout_loop.run(group, steps, make_context)
+                    break
+                except NodeError as err:
+                    is_last = isinstance(err, UserError) or attempt == MAX_ATTEMPTS
+                    then = "" if is_last else "; it is tried again"
+                    self.say(f"validation prompt {prompt_group.row} of '{chosen.name}': {err}{then}")
+                    if is_last:
+                        return Drop("error", str(err))
         finally:
             self.rollout_loop.group_recorder.keep()
             self.finished(prompt_group.group_size)

@@ -312,7 +312,7 @@ def test_a_function_that_cannot_be_loaded_is_the_users_error(tmp_path, source, m
 
 def test_of_what_a_worker_has_printed_only_the_end_is_read() -> None:
     worker = object.__new__(RewardProcess)
-    worker._popen = types.SimpleNamespace(wait=lambda timeout: None, returncode=3)
+    worker._child = types.SimpleNamespace(wait=lambda timeout: 3)
     with tempfile.TemporaryFile() as worker._stderr:
         worker._stderr.truncate(2**28)
         worker._stderr.seek(0, os.SEEK_END)

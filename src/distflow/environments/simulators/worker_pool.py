@@ -13,7 +13,7 @@ from typing import Any
 from distflow.data.sample import on_event
 from distflow.environments.simulators import protocol
 from distflow.environments.simulators.protocol import Observation, from_json
-from distflow.environments.user_code_process import CallFailed, ProcessEnded, ProcessServer, UserProcess
+from distflow.environments.user_code_process import CallFailed, ProcessEnded, ProcessServer, ServerLost, UserProcess
 from distflow.errors import UserError
 
 _OF_GL = re.compile("EGL|OpenGL|OSMesa|GLFW|glGet|MUJOCO_GL|DISPLAY", re.IGNORECASE)
@@ -33,6 +33,12 @@ class _Worker:
     num_episodes: int = 0
     is_gone: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def leave(self) -> None:
+        """Kill the process; its episodes begin in another worker."""
+        self.is_gone, self.num_episodes = True, 0
+        if self.process is not None:
+            self.process.close()
 
 
 class SimulatorPool:
@@ -88,7 +94,11 @@ class SimulatorPool:
         executed all the same."""
         if worker.process is None and not worker.is_gone:
             async with worker.lock:
-                worker.process = worker.process or await self._server.fork("simulator")
+                try:
+                    worker.process = worker.process or await self._server.fork("simulator")
+                except ServerLost as error:
+                    worker.leave()
+                    raise WorkerLost(str(error)) from error
         if not worker.is_gone and worker.process is not None:
             worker.process.send(method, arguments)  # it need not wait for it after the calls before
         answer = asyncio.ensure_future(self._answer(worker, method, arguments))
@@ -101,9 +111,11 @@ class SimulatorPool:
                 raise WorkerLost("its worker was replaced, because the simulator of another episode died or hung")
             try:
                 return await worker.process.answer(method, arguments, self._timeout_s)
+            except ServerLost as error:
+                worker.leave()
+                raise WorkerLost(str(error)) from error
             except (ProcessEnded, asyncio.CancelledError):  # the answer to a cancelled call would be taken for the next
-                worker.is_gone, worker.num_episodes = True, 0
-                worker.process.close()
+                worker.leave()
                 raise
 
     async def _check(self) -> str:

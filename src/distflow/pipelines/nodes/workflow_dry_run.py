@@ -2,13 +2,13 @@
 in a second instead of after the first prompt groups. Describes what the chat template does between its turns."""
 
 import asyncio
-import contextlib
 import os
-import select
-import signal
+import pickle
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from tempfile import TemporaryFile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -22,37 +22,118 @@ from distflow.environments.tokens_between_turns import TurnTokens
 from distflow.environments.workflow_loading_and_builtins import KEY, Workflow, row_of
 from distflow.errors import UserError, users_place
 from distflow.pipelines.nodes.workflow_rollout import read_outcome, template_kwargs
+from distflow.processes.child import Child, python_command, python_path
 from distflow.rewards.reward_results import Score
 from distflow.rewards.router import RewardOutcome
 from distflow.runtime.spec import Spec
 
 REPLY = "I do not know."
 _WITHIN_S = 5.0
+_LOADS_WITHIN_S = 120.0
+_LOOKS_EVERY_S = 0.02
+_LOADED = b"loaded\n"
 _MISTAKES = (NameError, AttributeError, ImportError, TypeError)
 
 
-def try_workflow(spec: Spec, tokenizer: Callable[[], Any]) -> list[str]:
-    """Notes on an episode of the user's workflow on the first row. It runs in a fork of this process, so that no client
-    or event loop of the user's code is left. Raises UserError for a mistake that does not depend on the reply. Skipped
-    like the trial of reward functions."""
-    trainer, nodes = spec.config.trainer, spec.pipeline().rollout_nodes
-    workflow = next((found for node in nodes if (found := getattr(node.fn, "keywords", {}).get("workflow"))), None)
-    if not isinstance(workflow, Workflow) or not workflow.is_tried or trainer.worker_env or trainer.worker_roles:
-        return []
-    row = next(iter(spec.rows[:1]), None)
-    if row is None:
-        return []
-    kind, _, said = _in_fork(partial(_outcome, spec, workflow, row, tokenizer), _WITHIN_S).partition(" ")
-    what = f"the workflow '{workflow.name}', tried on the first row ({row.origin}) with the reply {REPLY!r}"
-    if kind == "fault":
-        raise UserError(f"{KEY}: {what}: {said}. Correct it; trust.check_rewards=false skips this trial")
-    return [] if kind == "fine" else [f"note: {what}: {said}"]
+class WorkflowTrial:
+    """An episode of the user's workflow on the first row, in another process.
+
+    That process has loaded the user's code itself. What it started there (pools, threads, connections) is no part of
+    this process, where a lock that it held when it was killed would stay locked.
+    """
+
+    def __init__(self, spec: Spec, tokenizer: Callable[[], Any]) -> None:
+        """Begin the episode, if there is one to try: skipped like the trial of reward functions."""
+        self._child: Child | None = None
+        trainer, workflow = spec.config.trainer, _workflow_of(spec)
+        if workflow is None or not workflow.is_tried or trainer.worker_env or trainer.worker_roles:
+            return
+        row = next(iter(spec.rows[:1]), None)
+        if row is None:
+            return
+        self._what = f"the workflow '{workflow.name}', tried on the first row ({row.origin}) with the reply {REPLY!r}"
+        self._said = TemporaryFile()  # noqa: SIM115  closed with the process
+        with TemporaryFile() as given:  # which no other user can read
+            given.write(pickle.dumps((spec, row, tokenizer)))
+            given.seek(0)
+            self._child = Child(
+                python_command(__name__, self._said.fileno()),
+                env={**os.environ, "PYTHONPATH": python_path()},
+                pass_fds=(self._said.fileno(),),
+                stdin=given,
+            )
+
+    def notes(self) -> list[str]:
+        """Wait for the episode's end. Raises UserError for a mistake that does not depend on the reply."""
+        if self._child is None:
+            return []
+        kind, _, said = self._wait().partition(" ")
+        if kind == "fault":
+            raise UserError(f"{KEY}: {self._what}: {said}. Correct it; trust.check_rewards=false skips this trial")
+        return [] if kind == "fine" else [f"note: {self._what}: {said}"]
+
+    def close(self) -> None:
+        """End the process, and everything that it started."""
+        if self._child is not None:
+            self._child.end()
+            self._said.close()
+
+    def _wait(self) -> str:
+        assert self._child is not None
+        due = time.monotonic() + _LOADS_WITHIN_S
+        begun = False
+        while time.monotonic() < due:
+            has_ended = self._child.status() is not None
+            said = os.pread(self._said.fileno(), 2**13, 0)
+            if not begun and said.startswith(_LOADED):
+                begun = True
+                due = time.monotonic() + _WITHIN_S
+            if outcome := said.removeprefix(_LOADED):
+                return outcome.decode(errors="replace")
+            if has_ended:
+                return "note its episode ended the process"
+            time.sleep(_LOOKS_EVERY_S)
+        if not begun:
+            return f"note it was not loaded in another process within {_LOADS_WITHIN_S:g} s"
+        return f"note its episode did not end within {_WITHIN_S:g} s: it is slow, or asks forever"
 
 
-def _outcome(spec: Spec, workflow: Workflow, row: PromptRow, tokenizer: Callable[[], Any]) -> str:
+@contextmanager
+def tried_workflow(spec: Spec, tokenizer: Callable[[], Any]) -> Iterator[WorkflowTrial]:
+    """A trial that runs beside what is done inside."""
+    trial = WorkflowTrial(spec, tokenizer)
+    try:
+        yield trial
+    finally:
+        trial.close()
+
+
+def main() -> None:
+    """The other process: load what standard input names, and write the outcome into the file."""
+    out = int(sys.argv[1])
+    os.set_inheritable(out, False)
+    try:
+        spec, row, tokenizer = pickle.load(sys.stdin.buffer)
+        workflow, loaded = _workflow_of(spec), tokenizer()
+        assert workflow is not None, "it was found in the process that started this one"
+    except Exception as error:  # of the user's code
+        outcome = f"note it was not tried, as it cannot be loaded in another process: {error}"
+    else:
+        os.write(out, _LOADED)
+        outcome = _outcome(spec, workflow, row, loaded)
+    os.write(out, outcome.encode()[:4000])
+    os._exit(0)
+
+
+def _workflow_of(spec: Spec) -> Workflow | None:
+    found = (getattr(node.fn, "keywords", {}).get("workflow") for node in spec.pipeline().rollout_nodes)
+    return next((each for each in found if isinstance(each, Workflow)), None)
+
+
+def _outcome(spec: Spec, workflow: Workflow, row: PromptRow, tokenizer: Any) -> str:
     """`fault` or `note` and what was wrong with an episode; `fine` if nothing was."""
     try:
-        asyncio.run(_episode(spec, workflow, row, tokenizer()))
+        asyncio.run(_episode(spec, workflow, row, tokenizer))
     except BaseException as error:  # the boundary to user code
         place = f" (at {found})" if (found := users_place(error)) else ""
         depends = "'NoneType'" in str(error) or not place  # such as the match of a pattern in the reply
@@ -94,32 +175,6 @@ async def _episode(spec: Spec, workflow: Workflow, row: PromptRow, tokenizer: An
             raise _Wrong(str(error)) from error
         if outcome is not None and not any(each.num_drawn for each in chat.conversations):
             raise _Wrong("its episode ended without a token of the policy: it must await chat.ask")
-
-
-def _in_fork(work: Callable[[], str], within_s: float) -> str:
-    """What it returns; a note if it does not. The fork and all processes that it started are killed."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # or the fork would write again what is waiting
-    reads, writes = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            os.setsid()
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, 1), os.dup2(nowhere, 2)
-            sys.stdout = sys.stderr = open(nowhere, "w")  # noqa: SIM115  # it ends with the process
-            os.write(writes, work().encode()[:4000])
-        finally:
-            os._exit(0)
-    os.close(writes)
-    ready, _, _ = select.select([reads], [], [], within_s)
-    late = f"note its episode did not end within {within_s:g} s: it is slow, or asks forever"
-    said = os.read(reads, 4096).decode(errors="replace") if ready else late
-    os.close(reads)
-    for kill in (os.killpg, os.kill):  # before it leads a group of its own, there is none
-        with contextlib.suppress(ProcessLookupError):
-            kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return said or "note its episode ended the process"
 
 
 def describe_turns(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> list[str]:

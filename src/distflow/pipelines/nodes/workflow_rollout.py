@@ -18,6 +18,7 @@ from distflow.config.compose.unknown_and_unused_keys import peek, plain
 from distflow.data.sample import LIMIT_REASONS, Sample, Segment, note_event, on_event
 from distflow.environments.chat import Chat, Limits, Reply
 from distflow.environments.tokens_between_turns import TurnTokens
+from distflow.environments.user_code_process import ServerGivenUp, ServerLost
 from distflow.environments.workflow_loading_and_builtins import Workflow, load_workflow, make_workflow, row_of
 from distflow.errors import UserError, users_place
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
@@ -238,7 +239,7 @@ class _Episodes:
         self, chats: Sequence[Chat], work: Callable[..., Awaitable[object]], first: int
     ) -> list[Outcome]:
         """The workflow's outcome for each sample. Its own error, by name, gives no score. Raises what the engine
-        raised. work: receives the run's reward functions."""
+        raised, and what is no fault of the episode. work: receives the run's reward functions."""
         reward = partial(self._reward, chats[0], first) if self.reward_fn is not None else None
         try:
             returned = self.workflow.results(await self.ctx.call_user(partial(work, reward), self.timeout_s, first))
@@ -254,7 +255,7 @@ class _Episodes:
             if self.requests.failure is not None:
                 raise self.requests.failure from None
             error = self._error("it has cancelled itself")
-        except GivenUp:
+        except (GivenUp, ServerLost, ServerGivenUp):
             raise
         except BaseException as err:  # the boundary to user code
             place = f" (at {found})" if (found := users_place(err)) else ""

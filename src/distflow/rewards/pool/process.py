@@ -8,8 +8,6 @@ import os
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
@@ -19,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from distflow.observe.crash_safe_files import JSON
+from distflow.processes.child import Child, python_command, python_path
 from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout
 
 EXIT_OUT_OF_MEMORY = 86
@@ -132,22 +131,16 @@ class RewardProcess:
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
         self._stderr = tempfile.TemporaryFile("a+b")  # noqa: SIM115  lives as long as the process, closed by discard
-        command = [sys.executable, "-P", "-m", "distflow.rewards.pool.worker"]
-        python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         with theirs:
-            self._popen = subprocess.Popen(
-                [*command, *map(str, (theirs.fileno(), os.getpid(), memory_bytes))],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._stderr,
+            self._child = Child(
+                python_command("distflow.rewards.pool.worker", theirs.fileno(), memory_bytes),
+                env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
                 pass_fds=(theirs.fileno(),),
-                env={**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C reaches only the run; the process's children die with it
+                stderr=self._stderr,
             )
-        self.pid = self._popen.pid
+        self.pid = self._child.pid
         self.in_step = True
         self._is_quick = False
-        self._killed = False
 
     def load(self, functions: Mapping[str, str], timeout_s: float) -> tuple[frozenset[str], ...]:
         """Load functions; returns those that take groups, those of them that are batched, and those that take
@@ -205,32 +198,27 @@ class RewardProcess:
                 pending.appendleft(active.pop())
 
     def is_alive(self) -> bool:
-        return self._popen.poll() is None
+        return self._child.status() is None
 
     def cause_of_death(self) -> str:
         """How it ended, with the end of its stderr. Waits for it, as its socket is already closed."""
-        with suppress(subprocess.TimeoutExpired):
-            self._popen.wait(5)
-        status = self._popen.returncode
+        status = self._child.wait(5)
         if status == EXIT_OUT_OF_MEMORY:
             return "the reward worker ran out of memory"
-        is_killed = status is not None and status < 0
-        how = f"was killed by {signal.Signals(-status).name}" if is_killed else f"exited with {status}"
+        how = f"exited with {status}"
+        if status is not None and status < 0:
+            how = f"was killed by {signal.Signals(-status).name}"
         self._stderr.seek(max(self._stderr.seek(0, os.SEEK_END) - _SHOWN_STDERR_BYTES, 0))
         text = self._stderr.read().decode(errors="replace").strip()
         return f"the reward worker {how}" + (f" ({text})" if text else "")
 
     def kill(self) -> None:
         """End the process and its children. Idempotent; a thread that waits for its answer gets PeerGone."""
-        if not self._killed:
-            self._killed = True  # once: later the id may belong to another process group
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        self._child.kill()
 
     def discard(self) -> None:
         """Kill and reap the process, and release what this process holds for it."""
-        self.kill()
-        self._popen.wait()
+        self._child.end()
         self._channel.close()
         self._stderr.close()
 

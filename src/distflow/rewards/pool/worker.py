@@ -1,10 +1,9 @@
 """The process that runs reward functions: it reads one request at a time from its socket and answers it. A request has
 one response, or several for a function that is async or batched. It does not import torch itself.
 
-Started by `process.py` as `python -P -m distflow.rewards.pool.worker FD PARENT_PID MEMORY_BYTES`.
+`process.py` starts it below a keeper, with the number of a descriptor and the limit of its memory as arguments.
 """
 
-import ctypes
 import inspect
 import os
 import resource
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     import asyncio
 
 _SHOWN_ERROR_CHARACTERS = 1000
-_PR_SET_PDEATHSIG = 1
 Arguments: TypeAlias = Mapping[str, object]
 Answer: TypeAlias = dict[str, JSON]
 """`score`, `extra` and `as_text`, or `error`, or `timeout`."""
@@ -143,19 +141,17 @@ def _answer(returned: object) -> Answer:
 
 def main() -> None:
     """Process requests until the run closes its end of the socket."""
-    descriptor, parent_pid, memory_bytes = (int(argument) for argument in sys.argv[1:4])
-    if sys.platform == "linux":  # be killed when the run dies, even inside C code; elsewhere the closed socket must do
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # the parent died before the call above
-        os._exit(1)
+    descriptor, memory_bytes = (int(argument) for argument in sys.argv[1:3])
     if memory_bytes > 0:  # heap and private mappings: a limit of the address space would count reserved memory
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=descriptor))
+    connected = socket.socket(fileno=descriptor)
+    connected.set_inheritable(False)
+    channel = Channel(connected)
     try:
         serve(channel)
     except PeerGone:
-        pass
+        os._exit(0)  # without waiting for what the functions started
     except MemoryError:
         os._exit(EXIT_OUT_OF_MEMORY)
 
@@ -183,7 +179,3 @@ def serve(channel: Channel) -> None:
         except (TypeError, ValueError) as error:  # more than fits into a message
             reply = encode({"answers": [{"error": describe(error)}] * len(asked)})
         channel.send(reply)
-
-
-if __name__ == "__main__":
-    main()

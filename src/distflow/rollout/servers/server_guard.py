@@ -1,9 +1,9 @@
-"""Runs a server in this process's group, and kills the whole group when the server ends or standard input closes: the
-worker that started it is then gone, and its private folders are removed too. Started with `start_new_session`; does not
-import distflow."""
+"""Runs a server in this process's group, and kills the whole group when the server, or the worker that started it, has
+ended; then the worker's private folders are removed too. Started with `start_new_session`; does not import distflow."""
 
 import glob
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -12,10 +12,11 @@ import threading
 
 
 def main() -> None:
-    folder, *command = sys.argv[1:]
+    folder, owner, *command = sys.argv[1:]
+    ended = os.pidfd_open(int(owner))
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     threading.Thread(target=_wait, args=(server,), daemon=True).start()
-    sys.stdin.buffer.read()
+    select.select([ended], [], [])
     for path in (folder, *glob.glob(f"/dev/shm/{os.path.basename(folder)}-*")):
         shutil.rmtree(path, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)

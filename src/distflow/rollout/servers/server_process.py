@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from distflow.processes.descendants import ending_by_themselves
 from distflow.scheduling.group_states import Version
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
@@ -27,6 +28,7 @@ _SHOWN_LINES: Final = 12
 _ERROR: Final = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 _TIME_FIELDS: Final = slice(11, 13)  # utime and stime in /proc/PID/stat, after the name
 _GROUP_FIELD: Final = 2
+_GUARD: Final = str(Path(__file__).with_name("server_guard.py"))
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,15 @@ class ServerProcess:
         self._log = log
         with log.open("wb") as output:
             self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", Path(__file__).with_name("server_guard.py"), str(log.parent), *command],
-                stdin=subprocess.PIPE,  # the guard kills the server when it is closed
+                [sys.executable, "-I", "-S", _GUARD, str(log.parent), str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **env},
                 start_new_session=True,  # Ctrl-C reaches only the run
             )
         self.pid = self._guard.pid
+        ending_by_themselves.add(self.pid)
 
     def is_running(self) -> bool:
         return self._guard.poll() is None
@@ -132,8 +135,7 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # the others may outlive the first
         self._guard.wait()
-        if self._guard.stdin is not None:
-            self._guard.stdin.close()
+        ending_by_themselves.discard(self.pid)
 
 
 def _files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

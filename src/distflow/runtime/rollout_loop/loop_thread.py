@@ -5,6 +5,7 @@ import asyncio
 import concurrent.futures
 import ctypes
 import math
+import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -86,6 +87,8 @@ class LoopThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
+        # Inherited by threads and processes that the user's code starts here: Ctrl-C is for the run, which ends them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         _keep_to_one_core()
         cause = "it was stopped"
         try:

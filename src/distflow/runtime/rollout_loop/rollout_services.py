@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from multiprocessing import resource_tracker
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -194,6 +195,8 @@ class RolloutServices:
         blocked_after_s = options.timeout_s * max(each.group_size or spec.data.group_size for each in spec.data.sources)
         # From the config: the selftest has the engine of a run with staleness, and a sample queue without.
         takes_turns = spec.config.async_.max_staleness == 0
+        if ":" in (spec.config.actor_rollout_ref.rollout.workflow or ""):  # the user's code runs on the thread
+            resource_tracker.ensure_running()  # if that code started it, SIGINT would be unblocked on the thread
         return RolloutServices(resources, check_rewards, blocked_after_s, deadline, takes_turns)
 
     def __enter__(self) -> "RolloutServices":

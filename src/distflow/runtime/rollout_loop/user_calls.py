@@ -151,6 +151,7 @@ async def run_async(
     clock, context, tasks = _Clock(), copy_context(), WeakSet[asyncio.Task[Any]]()
     context.run(_strand.set, _Strand(turn, identity, clock, tasks))
     task = loop.create_task(_awaited(function), context=context)
+    task.add_done_callback(_retrieve_error)  # this call may be cancelled when it has just failed
     try:
         while not task.done() and (left_s := deadline_s - clock.spent_s()) > 0:
             await asyncio.wait((task,), timeout=max(left_s, _MIN_POLL_S))
@@ -168,9 +169,7 @@ async def run_async(
             await _until_ended(left)
         raise
     finally:
-        if not task.done():
-            task.cancel()
-            task.add_done_callback(_retrieve_error)
+        task.cancel()  # no effect if it is done
     if isinstance(returned, _Exit):
         raise returned.error
     return returned

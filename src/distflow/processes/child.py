@@ -1,0 +1,77 @@
+"""A child process under a keeper: it ends with `end`, or with this process, and so does everything that it started."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from distflow.processes.descendants import ending_by_themselves
+
+_KEEPER = str(Path(__file__).with_name("keeper.py"))
+_ENDS_WITHIN_S = 10.0
+"""What a keeper takes to kill and reap, beside busy processes."""
+
+
+class Child:
+    """A command, and everything that it starts. pid: of the keeper. May be used by several threads."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        pass_fds: Sequence[int] = (),
+        stdin: int | IO[bytes] = subprocess.DEVNULL,
+        stdout: int | IO[Any] | None = subprocess.DEVNULL,
+        stderr: int | IO[Any] | None = subprocess.DEVNULL,
+    ) -> None:
+        """Raises OSError if it cannot be started."""
+        self._popen = subprocess.Popen(
+            [sys.executable, "-I", "-S", _KEEPER, str(os.getpid()), *command],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=pass_fds,
+            env=env,
+            start_new_session=True,  # Ctrl-C reaches only this process
+        )
+        self.pid = self._popen.pid
+        ending_by_themselves.add(self.pid)
+
+    def status(self) -> int | None:
+        """The command's exit status, negative for a signal; None while it, or something that it started, runs."""
+        return self._popen.poll()
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """The same, after waiting for the end at most that long."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._popen.wait(timeout_s)
+        return None
+
+    def kill(self) -> None:
+        """Have everything killed, without waiting. Idempotent."""
+        for number in (signal.SIGTERM, signal.SIGCONT):  # the keeper may have been stopped
+            self._popen.send_signal(number)
+
+    def end(self) -> None:
+        """Kill everything, and wait for that. Idempotent."""
+        self.kill()
+        if self.wait(_ENDS_WITHIN_S) is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._popen.wait()
+        ending_by_themselves.discard(self.pid)
+
+
+def python_command(module: str, *arguments: object) -> list[str]:
+    """The command that calls `main` of a module of ours in a new interpreter. The module is not Python's main module,
+    which processes that are spawned below would import again."""
+    return [sys.executable, "-P", "-c", f"from {module} import main; main()", *map(str, arguments)]
+
+
+def python_path() -> str:
+    """This process's search path for modules, as PYTHONPATH."""
+    return os.pathsep.join(path or os.getcwd() for path in sys.path)

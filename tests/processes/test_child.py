@@ -1,0 +1,71 @@
+"""A child process below a keeper: its status is the command's, and nothing that it started outlives it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distflow.processes.child import Child
+from tests.patience import is_running, wait_until
+
+LEAVES = "env -i setsid sleep 600 >/dev/null 2>&1 & echo $! >{file}; {then}"
+"""A process in a session of its own, without the environment, whose parent ends."""
+OWNER = """
+import os, sys, time
+from distflow.processes.child import Child
+child = Child(["/bin/sh", "-c", sys.argv[1]], os.environ)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def pid_in(file: Path) -> int:
+    wait_until(lambda: file.exists() and file.read_text().strip(), "the process has started")
+    return int(file.read_text())
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [("exit 7", 7), ("kill -SEGV $$", -signal.SIGSEGV), ("kill -KILL $$", -signal.SIGKILL), ("exit 0", 0)],
+)
+def test_the_status_is_the_commands(command: str, status: int) -> None:
+    child = Child(["/bin/sh", "-c", command], os.environ)
+    assert child.wait(60) == status
+    child.end()
+
+
+@pytest.mark.parametrize("way", ["ends", "is killed", "is ended", "is ended while its keeper is stopped"])
+def test_what_it_started_ends_with_it(tmp_path: Path, way: str) -> None:
+    file = tmp_path / "pid"
+    then = {"ends": "exit 3", "is killed": "kill -KILL $$"}.get(way, "sleep 600")
+    child = Child(["/bin/sh", "-c", LEAVES.format(file=file, then=then)], os.environ)
+    left = pid_in(file)
+    if way.startswith("is ended"):
+        assert child.status() is None and is_running(left)
+        if "stopped" in way:
+            os.kill(child.pid, signal.SIGSTOP)
+        child.end()
+    assert child.wait(60) is not None
+    assert not is_running(left), "the keeper has ended it before it ended itself"
+
+
+def test_it_ends_with_an_owner_that_is_killed_although_another_process_has_its_descriptors(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    command = [sys.executable, "-c", OWNER, LEAVES.format(file=file, then="sleep 600")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        keeper, left = int(owner.stdout.readline()), pid_in(file)
+        owner.kill()
+    wait_until(lambda: not is_running(keeper) and not is_running(left), "all of it ends")
+
+
+def test_signals_to_its_group_do_not_end_the_keeper(tmp_path: Path) -> None:
+    child = Child(["/bin/sh", "-c", f"trap '' HUP INT USR1; echo $$ >{tmp_path}/pid; sleep 600"], os.environ)
+    pid_in(tmp_path / "pid")
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1):
+        os.killpg(child.pid, number)
+    assert child.wait(0.2) is None
+    child.end()
